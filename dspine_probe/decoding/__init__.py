@@ -1,0 +1,1 @@
+"""Decoding with the target and with drafts: batched, greedy, speculative."""

@@ -1,0 +1,1 @@
+"""Draft models, one file each: backbone, heads and their checkpoints."""

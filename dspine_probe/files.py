@@ -1,0 +1,115 @@
+"""Files that are whole or absent, and the folder where downloads are kept.
+
+`write_atomically` writes beside the destination, flushes to disk and renames, so that a kill or a full disk never
+leaves half a file under the final name. `cache_dir` is the per-user cache; `sha256_of` checks what is in it.
+"""
+
+import errno
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from dspine_probe.errors import ProbeError
+
+CACHE_VARIABLE = "DSPINE_PROBE_CACHE"
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_CHUNK = 1 << 20
+
+
+def cache_dir() -> Path:
+    """The folder for downloads and conversions, created when absent.
+
+    `$DSPINE_PROBE_CACHE` if set, else `dspine_probe` under `$XDG_CACHE_HOME` or `~/.cache`.
+
+    Raises:
+        ProbeError: the folder cannot be created.
+    """
+    chosen = os.environ.get(CACHE_VARIABLE)
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = Path(chosen).expanduser() if chosen else base / "dspine_probe"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ProbeError(
+            f"the cache folder {folder} cannot be created ({error.strerror}); "
+            f"set {CACHE_VARIABLE} to a folder you can write to"
+        ) from error
+    return folder
+
+
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file as 64 lower-case hex digits, read in chunks of 1 MiB."""
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while chunk := stream.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Create or replace `path` with what `write` puts into the temporary file it is given.
+
+    The temporary file lies in the same folder and keeps the suffix of `path`. Until the rename, `path` is as it was;
+    after a failure the temporary file is gone and `path` untouched.
+
+    Raises:
+        ProbeError: the disk is full, or the folder cannot be written to.
+    """
+    path = Path(path)
+    temporary = _temporary_beside(path)
+    try:
+        write(temporary)
+        _flush(temporary)
+        os.replace(temporary, path)
+    except Exception as error:
+        if _is_full(error):
+            raise _full(path) from error
+        raise
+    finally:
+        temporary.unlink(missing_ok=True)
+    _flush_folder(path.parent)
+
+
+def _temporary_beside(path: Path) -> Path:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=path.suffix)
+    except OSError as error:
+        if _is_full(error):
+            raise _full(path) from error
+        raise ProbeError(
+            f"{path} cannot be written ({error.strerror}); name a folder you can write to"
+        ) from error
+    os.close(handle)
+    umask = os.umask(0)
+    os.umask(umask)
+    os.chmod(name, 0o666 & ~umask)  # mkstemp gives 0600, which would outlive the rename
+    return Path(name)
+
+
+def _flush(path: Path) -> None:
+    with path.open("rb") as stream:
+        os.fsync(stream.fileno())
+
+
+def _flush_folder(folder: Path) -> None:
+    if os.name != "posix":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _is_full(error: Exception) -> bool:
+    # safetensors and torch report a full disk with errors of their own
+    if isinstance(error, OSError) and error.errno in _FULL:
+        return True
+    return "No space left on device" in str(error)
+
+
+def _full(path: Path) -> ProbeError:
+    return ProbeError(f"the disk is full, so {path} was not written; free some space there and run the command again")

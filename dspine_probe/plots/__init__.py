@@ -1,0 +1,1 @@
+"""Pure functions from an experiment's result to a plotly figure."""

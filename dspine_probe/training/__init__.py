@@ -1,0 +1,1 @@
+"""Training of drafts: corpora, cached features, anchors, losses, the loop."""
