@@ -1,0 +1,177 @@
+"""Draft configurations: one frozen dataclass, one Hugging Face style `config.json`.
+
+`DraftConfig` holds what the public DFlash and DSpine checkpoints keep in their `config.json`, with the same keys
+(`dflash_config`, `dspine_config`, Qwen3 geometry). It does not hold training settings except those that the public
+DSpine layout stores beside the model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dspine_probe.errors import UsageError
+
+DFLASH = "DFlashDraftModel"
+DSPINE = "DSpineDraftModel"
+ARCHITECTURES = (DFLASH, DSPINE)
+
+
+@dataclass(frozen=True)
+class DSpineConfig:
+    """Transfer space, injection and recipe of DSpine (arXiv 2609.36173); field names are the public keys."""
+
+    transfer_rank: int = 1024
+    message_size: int = 512
+    top_k: int = 16
+    ce_weight: float = 0.1
+    alignment_weight: float = 0.5
+    alignment_warmup_steps: int = 146
+    replacement_layers: int = 3
+    replacement_probability: float = 0.5
+    replacement_hold_ratio: float = 1 / 6
+    replacement_end_ratio: float = 1 / 3
+    candidate_mass_threshold: float = 1e-4
+
+    def __post_init__(self) -> None:
+        for name in ("transfer_rank", "message_size", "top_k"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"dspine_config.{name} is {getattr(self, name)}; it must be at least 1.")
+
+
+@dataclass(frozen=True)
+class DraftConfig:
+    """Geometry of a block-parallel draft.
+
+    Slots are unshifted: slot 0 holds the anchor at position p, slot k predicts the token at p + k. `target_layer_ids`
+    are zero-based blocks of the target; id l is the residual stream after block l (`hidden_states[l + 1]`).
+    """
+
+    architecture: str
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    num_target_layers: int
+    is_causal: bool
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 1e6
+    max_position_embeddings: int = 40960
+    draft_vocab_size: int | None = None
+    dspine: DSpineConfig | None = None
+
+    def __post_init__(self) -> None:
+        if self.architecture not in ARCHITECTURES:
+            raise UsageError(f"Draft architecture {self.architecture!r} is unknown; known are {ARCHITECTURES}.")
+        if self.block_size < 2:
+            raise UsageError(f"block_size is {self.block_size}; a block needs the anchor and at least one draft slot (2).")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise UsageError(
+                f"{self.num_attention_heads} heads cannot share {self.num_key_value_heads} key/value heads evenly."
+            )
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise UsageError(
+                f"mask_token_id {self.mask_token_id} lies outside the target's embedding (0…{self.vocab_size - 1}); "
+                "pass the id of an unused row."
+            )
+        check_taps(self.target_layer_ids, self.num_target_layers)
+        if (self.architecture == DSPINE) != (self.dspine is not None):
+            raise UsageError(f"{DSPINE} needs a dspine_config, and no other architecture takes one.")
+        if self.dspine is not None and not self.is_causal:
+            raise UsageError("DSpine needs is_causal=True: a bidirectional block would read its own labels.")
+
+    @property
+    def num_slots(self) -> int:
+        """Drafted tokens per block, T = block_size − 1."""
+        return self.block_size - 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """The `config.json` of the public layout."""
+        out: dict[str, Any] = {
+            "architectures": [self.architecture],
+            "model_type": "qwen3",
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "tie_word_embeddings": False,
+            "layer_types": ["full_attention"] * self.num_hidden_layers,
+            "dflash_config": {
+                "mask_token_id": self.mask_token_id,
+                "target_layer_ids": list(self.target_layer_ids),
+            },
+        }
+        for name in _FLAT_KEYS:
+            out[name] = getattr(self, name)
+        if self.draft_vocab_size is not None:
+            out["draft_vocab_size"] = self.draft_vocab_size
+        if self.dspine is not None:
+            out["dspine_config"] = dataclasses.asdict(self.dspine)
+        return out
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> DraftConfig:
+        """Read a public `config.json`; `block_size` is taken from the top level or from `dflash_config`."""
+        try:
+            nested = raw["dflash_config"]
+            architecture = raw["architectures"][0]
+            fields = {name: raw[name] for name in _FLAT_KEYS if name in raw}
+            fields.setdefault("block_size", nested.get("block_size"))
+            fields.setdefault("rope_theta", (raw.get("rope_parameters") or {}).get("rope_theta", 1e6))
+            # Full-attention checkpoints without the key are bidirectional in every public release.
+            fields.setdefault("is_causal", nested.get("is_causal", False))
+            dspine = raw.get("dspine_config")
+            return cls(
+                architecture=architecture,
+                mask_token_id=nested["mask_token_id"],
+                target_layer_ids=tuple(nested["target_layer_ids"]),
+                draft_vocab_size=raw.get("draft_vocab_size"),
+                dspine=None if dspine is None else DSpineConfig(**dspine),
+                **fields,
+            )
+        except (KeyError, IndexError, TypeError) as error:
+            raise UsageError(f"The draft's config.json is not in the public DFlash/DSpine layout: {error}.") from error
+
+
+_FLAT_KEYS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "block_size",
+    "num_target_layers",
+    "is_causal",
+    "rms_norm_eps",
+    "rope_theta",
+    "max_position_embeddings",
+)
+
+
+def check_taps(taps: tuple[int, ...], num_target_layers: int) -> None:
+    """Refuse taps that do not name distinct target blocks below the last one, which only exists final-normed."""
+    if not taps:
+        raise UsageError("target_layer_ids is empty; name at least one target block.")
+    if len(set(taps)) != len(taps):
+        raise UsageError(f"target_layer_ids {list(taps)} names a block twice.")
+    bad = [tap for tap in taps if not 0 <= tap < num_target_layers - 1]
+    if bad:
+        raise UsageError(
+            f"target_layer_ids {bad} do not fit a target of {num_target_layers} blocks; allowed are 0…"
+            f"{num_target_layers - 2} (the last block is only available after the final norm)."
+        )
+
+
+def default_taps(num_target_layers: int, count: int = 5) -> tuple[int, ...]:
+    """Evenly spread taps from block 1 to the third last, as in the public recipes."""
+    if count == 1:
+        return (num_target_layers // 2,)
+    return tuple(round(1 + i * (num_target_layers - 4) / (count - 1)) for i in range(count))

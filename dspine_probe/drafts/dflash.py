@@ -1,0 +1,61 @@
+"""DFlash: every slot of the block predicted in parallel, each from its own marginal (arXiv 2602.06036)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from dspine_probe.drafts.backbone import Backbone, Context
+
+
+@dataclass(frozen=True)
+class BlockStates:
+    """Final-normed hidden states of every slot, the anchor's included."""
+
+    hidden: Float[Tensor, "block slot d_model"]
+
+
+class DFlash(Backbone):
+    """The plain parallel draft; also the trunk that DSpine reduces to when its writes are zero."""
+
+    def run(
+        self,
+        context: Context,
+        anchor_tokens: Int[Tensor, "batch anchor"],
+        anchors: Int[Tensor, "batch anchor"],
+        *,
+        width: int | None = None,
+    ) -> BlockStates:
+        """One parallel pass over all blocks. `anchors` are the positions of `anchor_tokens`; `width` ≤ block_size."""
+        width = width or self.config.block_size
+        rotary, bias = self.block_inputs(context, anchors, width)
+        x = self.embed_block(anchor_tokens, width)
+        for block, keys, values in zip(self.blocks, context.keys, context.values, strict=True):
+            x = block(x, keys, values, rotary, bias)
+        return BlockStates(self.ln_final(x))
+
+    def forward(
+        self,
+        taps: Float[Tensor, "batch ctx taps_d_model"],
+        anchor_tokens: Int[Tensor, "batch anchor"],
+        anchors: Int[Tensor, "batch anchor"],
+        *,
+        width: int | None = None,
+    ) -> Float[Tensor, "block draft_slot draft_vocab"]:
+        """Unary scores of slots 1…T for blocks at `anchors`, from the tapped states of whole sequences."""
+        states = self.run(self.encode_context(taps), anchor_tokens, anchors, width=width)
+        return self.logits(states.hidden[:, 1:])
+
+    def draft_greedy(
+        self,
+        context: Context,
+        anchor_tokens: Int[Tensor, "batch anchor"],
+        anchors: Int[Tensor, "batch anchor"],
+        *,
+        width: int | None = None,
+    ) -> Int[Tensor, "block draft_slot"]:
+        """The block's most likely tokens for slots 1…T, each slot on its own."""
+        states = self.run(context, anchor_tokens, anchors, width=width)
+        return self.to_tokens(self.logits(states.hidden[:, 1:]).argmax(dim=-1))

@@ -1,0 +1,31 @@
+"""The transition cache: scores of every candidate token given every candidate predecessor, walked left to right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TransitionCache:
+    """Candidate tokens of slots 1…T and S[t, a, b], the score of candidate b of slot t after candidate a of slot t − 1.
+
+    Slot 1 follows the anchor, so all rows a of its table are equal.
+    """
+
+    candidates: Int[Tensor, "block draft_slot k"]
+    scores: Float[Tensor, "block draft_slot k k"]
+
+    def walk_greedy(self) -> Int[Tensor, "block draft_slot"]:
+        """The best candidate of slot 1, then of each slot given the one chosen before it; ties go to the lower index."""
+        blocks, slots, _, _ = self.scores.shape
+        every = torch.arange(blocks, device=self.scores.device)
+        choice = every.new_zeros(blocks)
+        path = []
+        for slot in range(slots):
+            choice = self.scores[every, slot, choice].argmax(dim=-1)
+            path.append(choice)
+        return self.candidates.gather(-1, torch.stack(path, dim=1)[..., None]).squeeze(-1)
