@@ -1,7 +1,8 @@
-"""Files that are whole or absent, and the folder where downloads are kept.
+"""Files that are whole or absent, and the folders where data and downloads are kept.
 
 `write_atomically` writes beside the destination, flushes to disk and renames, so that a kill or a full disk never
-leaves half a file under the final name. `cache_dir` is the per-user cache; `sha256_of` checks what is in it.
+leaves half a file under the final name. `data_dir` is what the repository ships, `cache_dir` the per-user cache;
+`sha256_of` checks what is in it.
 """
 
 import errno
@@ -14,6 +15,7 @@ from pathlib import Path
 from dspine_probe.errors import ProbeError
 
 CACHE_VARIABLE = "DSPINE_PROBE_CACHE"
+DATA_VARIABLE = "DSPINE_PROBE_DATA"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _CHUNK = 1 << 20
 
@@ -37,6 +39,19 @@ def cache_dir() -> Path:
             f"set {CACHE_VARIABLE} to a folder you can write to"
         ) from error
     return folder
+
+
+def data_dir() -> Path:
+    """The folder that holds `prompts/` and, in a clone, corpora, checkpoints and results.
+
+    `$DSPINE_PROBE_DATA` if set, else `data/` of the repository, else the prompts packed into the installed package.
+    """
+    chosen = os.environ.get(DATA_VARIABLE)
+    if chosen:
+        return Path(chosen).expanduser()
+    package = Path(__file__).parent
+    in_clone = package.parent / "data"
+    return in_clone if (in_clone / "prompts").is_dir() else package / "_data"
 
 
 def sha256_of(path: Path) -> str:
@@ -112,4 +127,6 @@ def _is_full(error: Exception) -> bool:
 
 
 def _full(path: Path) -> ProbeError:
-    return ProbeError(f"the disk is full, so {path} was not written; free some space there and run the command again")
+    return ProbeError(
+        f"the disk is full, so {path} was not written; free some space there and run the command again"
+    )
