@@ -47,6 +47,7 @@ class DraftConfig:
 
     Slots are unshifted: slot 0 holds the anchor at position p, slot k predicts the token at p + k. `target_layer_ids`
     are zero-based blocks of the target; id l is the residual stream after block l (`hidden_states[l + 1]`).
+    `target_name` says, for messages and cards, which target the draft was trained for.
     """
 
     architecture: str
@@ -67,6 +68,7 @@ class DraftConfig:
     max_position_embeddings: int = 40960
     draft_vocab_size: int | None = None
     dspine: DSpineConfig | None = None
+    target_name: str | None = None
 
     def __post_init__(self) -> None:
         if self.architecture not in ARCHITECTURES:
@@ -111,6 +113,8 @@ class DraftConfig:
             out[name] = getattr(self, name)
         if self.draft_vocab_size is not None:
             out["draft_vocab_size"] = self.draft_vocab_size
+        if self.target_name is not None:
+            out["target_name"] = self.target_name
         if self.dspine is not None:
             out["dspine_config"] = dataclasses.asdict(self.dspine)
         return out
@@ -133,6 +137,7 @@ class DraftConfig:
                 target_layer_ids=tuple(nested["target_layer_ids"]),
                 draft_vocab_size=raw.get("draft_vocab_size"),
                 dspine=None if dspine is None else DSpineConfig(**dspine),
+                target_name=raw.get("target_name"),
                 **fields,
             )
         except (KeyError, IndexError, TypeError) as error:

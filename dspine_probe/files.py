@@ -1,13 +1,14 @@
 """Files that are whole or absent, and the folders where data and downloads are kept.
 
 `write_atomically` writes beside the destination, flushes to disk and renames, so that a kill or a full disk never
-leaves half a file under the final name. `data_dir` is what the repository ships, `cache_dir` the per-user cache;
-`sha256_of` checks what is in it.
+leaves half a file under the final name; `write_folder_atomically` does the same for a folder. `data_dir` is what the
+repository ships, `cache_dir` the per-user cache; `sha256_of` checks what is in it.
 """
 
 import errno
 import hashlib
 import os
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -85,6 +86,43 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     finally:
         temporary.unlink(missing_ok=True)
     _flush_folder(path.parent)
+
+
+def write_folder_atomically(folder: Path, write: Callable[[Path], object]) -> None:
+    """Create or replace `folder` with what `write` puts into the empty folder it is given.
+
+    `write` sees a folder beside the final one and should flush its files (`write_atomically` does). A folder already
+    there is replaced whole, other files in it included.
+
+    Raises:
+        ProbeError: the disk is full, or the parent folder cannot be written to.
+    """
+    folder = Path(folder).absolute()
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+    except OSError as error:
+        if _is_full(error):
+            raise _full(folder) from error
+        raise ProbeError(
+            f"{folder} cannot be written ({error.strerror}); name a folder you can write to"
+        ) from error
+    try:
+        made = scratch / "new"
+        made.mkdir()
+        write(made)
+        if folder.exists():
+            folder.rename(scratch / "old")
+        made.rename(folder)
+    except Exception as error:
+        if _is_full(error):
+            raise _full(folder) from error
+        raise
+    finally:
+        if (scratch / "old").exists() and not folder.exists():
+            (scratch / "old").rename(folder)
+        shutil.rmtree(scratch, ignore_errors=True)
+    _flush_folder(folder.parent)
 
 
 def _temporary_beside(path: Path) -> Path:

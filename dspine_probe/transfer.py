@@ -60,7 +60,8 @@ class TransferSpace:
     @property
     def projection(self) -> Float[Tensor, "d_model rank"]:
         """P Λ^(−1/2), which takes a centred unit row to its whitened coordinates."""
-        return self.basis * self.eigenvalues.rsqrt()
+        # Row-major as a file stores it: another layout gives codes that differ in the last bit.
+        return (self.basis * self.eigenvalues.rsqrt()).contiguous()
 
     @property
     def explained_variance(self) -> Float[Tensor, "rank"]:

@@ -19,7 +19,7 @@ from dspine_probe.config import DraftConfig, DSpineConfig
 from dspine_probe.drafts.backbone import Backbone, Context
 from dspine_probe.drafts.transition import TransitionCache
 from dspine_probe.errors import UsageError
-from dspine_probe.transfer import TransferSpace, codes_from_projection
+from dspine_probe.transfer import TransferSpace
 
 
 def require_dspine(config: DraftConfig) -> DSpineConfig:
@@ -103,8 +103,8 @@ class DSpine(Backbone):
     """The full model: causal backbone, injection after every layer, last-write refinement, transition cache."""
 
     codes: Tensor
-    transfer_mean: Tensor
-    transfer_projection: Tensor
+    transfer_mean: Tensor | None
+    transfer_projection: Tensor | None
 
     def __init__(
         self,
@@ -114,22 +114,21 @@ class DSpine(Backbone):
         *,
         vocabulary: Int[Tensor, "draft_vocab"] | None = None,
         space: TransferSpace | None = None,
+        codes: Float[Tensor, "vocab rank"] | None = None,
     ) -> None:
-        """`space` defaults to the one fitted on `head`; a checkpoint brings its own."""
+        """`space` defaults to the one fitted on `head`; with `codes`, a checkpoint's table, there is none."""
         super().__init__(config, embedding, head, vocabulary=vocabulary)
         self.spine = require_dspine(config)
         self.injection = Injection(config)
         for block in self.blocks:
             block.inject = InjectionSeams()
-        space = space or TransferSpace.fit(head, self.spine.transfer_rank)
-        self.injection.reset(space.basis)
-        self.register_buffer("transfer_mean", space.mean)
-        self.register_buffer("transfer_projection", space.projection)
-        self.register_buffer("codes", space.codes(head), persistent=False)
-
-    def refresh_codes(self, head: Float[Tensor, "vocab d_model"]) -> None:
-        """Recompute the token codes after the transfer buffers changed (a checkpoint was loaded)."""
-        self.codes = codes_from_projection(head, self.transfer_mean, self.transfer_projection).to(self.codes.device)
+        if codes is None:
+            space = space or TransferSpace.fit(head, self.spine.transfer_rank)
+            codes = space.codes(head)
+            self.injection.reset(space.basis)
+        self.register_buffer("transfer_mean", None if space is None else space.mean)
+        self.register_buffer("transfer_projection", None if space is None else space.projection)
+        self.register_buffer("codes", codes, persistent=False)
 
     def scaled_codes(self, tokens: Int[Tensor, "*batch"], dtype: torch.dtype) -> Float[Tensor, "*batch rank"]:
         """√r · e_v, the form in which a code enters the injection."""

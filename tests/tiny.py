@@ -1,0 +1,77 @@
+"""Tiny random targets and drafts that the tests share."""
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from dspine_probe.config import DFLASH, DSPINE, DraftConfig, DSpineConfig
+from dspine_probe.drafts import DFlash, Draft, DSpine
+from dspine_probe.target import Target
+
+VOCAB, WIDTH, LAYERS = 64, 32, 5
+MASK = 63
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": WIDTH,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "eos_token_id": 2,
+    "initializer_range": 0.4,  # large enough that a random target does not repeat one token
+}
+
+
+def tiny_target(kind: str = "llama", *, seed: int = 0, stop_ids: tuple[int, ...] = (2,)) -> Target:
+    """A Llama with tied embeddings, or a Qwen3 whose heads are wider together than its residual stream."""
+    torch.manual_seed(seed)
+    if kind == "llama":
+        model = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True))
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=False))
+    return Target.from_model(model, name=f"tiny-{kind}", stop_ids=stop_ids)
+
+
+def tiny_config(target: Target, architecture: str, **changes: object) -> DraftConfig:
+    """A draft of two layers and blocks of five slots."""
+    fields = {
+        "architecture": architecture,
+        "hidden_size": target.hidden_size,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": target.vocab_size,
+        "block_size": 5,
+        "mask_token_id": MASK,
+        "target_layer_ids": (0, 2),
+        "num_target_layers": target.num_layers,
+        "is_causal": architecture == DSPINE,
+        "dspine": DSpineConfig(transfer_rank=8, message_size=6, top_k=4) if architecture == DSPINE else None,
+    }
+    return DraftConfig(**{**fields, **changes})
+
+
+def tiny_draft(
+    target: Target,
+    architecture: str = DFLASH,
+    *,
+    seed: int = 1,
+    trimmed: int | None = None,
+    **changes: object,
+) -> Draft:
+    """A random draft, writes included; `trimmed` keeps that many random tokens of the vocabulary."""
+    generator = torch.Generator().manual_seed(seed)
+    torch.manual_seed(seed)
+    vocabulary = None
+    if trimmed is not None:
+        vocabulary = torch.randperm(target.vocab_size, generator=generator)[:trimmed].sort().values
+    config = tiny_config(target, architecture, draft_vocab_size=trimmed, **changes)
+    made = (DSpine if architecture == DSPINE else DFlash)(
+        config, target.embedding, target.head, vocabulary=vocabulary
+    )
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+    return made.eval()
