@@ -1,0 +1,86 @@
+"""What every hook point of a draft carries: its axes and its meaning, by the last part of its name.
+
+`describe` makes one row of `HookedDraft.hook_table()`. Names follow TransformerLens; those under `inject` are the
+draft's own. Axes: batch = sequences, block = batch · anchor, slot = 0…T, draft_slot = 1…T, ctx = context rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dspine_probe.drafts.backbone import Backbone
+from dspine_probe.errors import UsageError
+
+_SLOT, _CTX = "block slot", "batch ctx"
+_ABOUT = {
+    "hook_context": (f"{_CTX} d_model", "context feature: the tapped target states after fc and norm"),
+    "hook_embed": (f"{_SLOT} d_model", "block embedding: the anchor's token, then masks"),
+    "hook_logits": ("block draft_slot draft_vocab", "unary scores of slots 1…T under the target's head"),
+    "hook_resid_pre": (f"{_SLOT} d_model", "residual stream entering the layer"),
+    "hook_resid_mid": (f"{_SLOT} d_model", "residual stream after attention"),
+    "hook_resid_post": (f"{_SLOT} d_model", "residual stream after the layer, before any injection"),
+    "hook_attn_out": (f"{_SLOT} d_model", "what attention adds to the residual stream"),
+    "hook_mlp_out": (f"{_SLOT} d_model", "what the MLP adds to the residual stream"),
+    "hook_normalized": (f"{_SLOT} d_model", "RMS-normed stream, after the gain"),
+    "attn.hook_q": (f"{_SLOT} head d_head", "queries, normed and rotated, before the 1/√d_head"),
+    "attn.hook_k": (f"{_SLOT} kv_head d_head", "keys of the block's slots, normed and rotated"),
+    "attn.hook_v": (f"{_SLOT} kv_head d_head", "values of the block's slots"),
+    "attn.hook_ctx_k": (f"{_CTX} kv_head d_head", "keys of the context rows, normed and rotated"),
+    "attn.hook_ctx_v": (f"{_CTX} kv_head d_head", "values of the context rows"),
+    "attn.hook_attn_scores": ("block head slot key", "scores after the mask; keys are ctx, then slots"),
+    "attn.hook_pattern": ("block head slot key", "attention weights; keys are ctx, then slots"),
+    "attn.hook_z": (f"{_SLOT} head d_head", "attended values by head"),
+    "mlp.hook_pre": (f"{_SLOT} d_mlp", "MLP gate before SiLU"),
+    "mlp.hook_post": (f"{_SLOT} d_mlp", "MLP hidden state entering the down projection"),
+    "inject.hook_pred": (
+        "block draft_slot rank",
+        "predecessor's feature; for slot 1 the anchor's code, √rank long",
+    ),
+    "inject.hook_gate": ("block draft_slot message", "gate, one value per message channel, 0…1"),
+    "inject.hook_out": ("block draft_slot d_model", "what the injection adds to the residual stream"),
+    "inject.hook_resid": (f"{_SLOT} d_model", "residual stream after the layer and its injection"),
+}
+
+
+@dataclass(frozen=True)
+class HookRow:
+    """One hook point. `shape` holds a number where the draft fixes an axis and the axis name where the input does."""
+
+    name: str
+    axes: str
+    shape: tuple[int | str, ...]
+    dtype: str
+    about: str
+
+
+def describe(name: str, draft: Backbone) -> HookRow:
+    """The row for the hook point `name` of `draft`.
+
+    Raises:
+        UsageError: the name is not one that drafts have.
+    """
+    kind = ".".join(name.split(".")[-2:])
+    kind = kind if kind in _ABOUT else name.split(".")[-1]
+    if kind not in _ABOUT:
+        raise UsageError(
+            f"the hook point {name!r} has no description; add its axes and meaning to hook_names.py."
+        )
+    axes, about = _ABOUT[kind]
+    sizes = _sizes(draft)
+    shape = tuple(sizes.get(axis, axis) for axis in axes.split())
+    return HookRow(name, axes, shape, str(draft.fc.weight.dtype).removeprefix("torch."), about)
+
+
+def _sizes(draft: Backbone) -> dict[str, int]:
+    config = draft.config
+    sizes = {
+        "d_model": config.hidden_size,
+        "d_mlp": config.intermediate_size,
+        "head": config.num_attention_heads,
+        "kv_head": config.num_key_value_heads,
+        "d_head": config.head_dim,
+        "draft_vocab": draft.head.shape[0],
+    }
+    if config.dspine is not None:
+        sizes |= {"rank": config.dspine.transfer_rank, "message": config.dspine.message_size}
+    return sizes

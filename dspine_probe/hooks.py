@@ -1,0 +1,354 @@
+"""Hooks on a draft: TransformerLens `HookPoint`s in the places the draft marks with Identity modules.
+
+`HookedDraft(draft)` swaps the marks for hook points under the same names, shares every weight, and puts the marks back
+on `close()` (or at the end of a `with`, or when it is garbage collected). A hook is a function of (tensor, hook point)
+that returns a tensor of the same shape and dtype to edit the value, or None to leave it.
+
+The hook points sit in the draft itself, so whatever runs the draft inside `hooks()`, a decoding loop included, feels
+them. Entry points: `run_with_cache`, `run_with_hooks`, `hooks`, `hook_table`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from difflib import get_close_matches
+from types import SimpleNamespace
+from typing import Any, Literal, Self
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformer_lens import ActivationCache, HookedRootModule
+from transformer_lens.hook_points import HookPoint, LensHandle
+
+from dspine_probe.drafts.backbone import Backbone, Context
+from dspine_probe.errors import ProbeError, UsageError
+from dspine_probe.hook_names import HookRow, describe
+
+Hook = Callable[[Tensor, HookPoint], Tensor | None]
+Names = str | Collection[str] | Callable[[str], bool] | None
+Seam = tuple[nn.Module, str, nn.Module]
+
+
+class HookedDraft(HookedRootModule):
+    """A draft whose marked values can be read and edited."""
+
+    def __init__(self, draft: Backbone) -> None:
+        """Hook `draft`, which stays usable by itself.
+
+        Raises:
+            UsageError: the draft has no marks, is hooked already, or is compiled or captured so that hooks would be
+                ignored without a word.
+        """
+        super().__init__()
+        refuse_frozen(draft)
+        if any(isinstance(module, HookPoint) for module in draft.modules()):
+            raise UsageError("this draft is hooked already; use that HookedDraft, or close() it first.")
+        seams: list[Seam] = [
+            (parent, name, child)
+            for parent in draft.modules()
+            for name, child in parent.named_children()
+            if name.startswith("hook_") and isinstance(child, nn.Identity)
+        ]
+        if not seams:
+            raise UsageError(f"{type(draft).__name__} has no hook_* modules; give a DFlash or DSpine draft.")
+        for parent, name, _ in seams:
+            setattr(parent, name, HookPoint())
+        self.draft = draft
+        self.cfg = _lens_config(draft)
+        self._restore = weakref.finalize(self, _put_back, seams)
+        self._restore.atexit = False
+        self.setup()
+
+    def setup(self) -> None:
+        """Name the hook points by their path inside the draft."""
+        self.hook_dict = {n: m for n, m in self.draft.named_modules() if isinstance(m, HookPoint)}
+        for name, point in self.hook_dict.items():
+            point.name = name
+        self.mod_dict = self.hook_dict
+
+    def close(self) -> None:
+        """Remove every hook and put the draft's own marks back; later calls of this object are refused."""
+        if self._restore.alive:
+            self.reset_hooks(including_permanent=True)
+            self._restore()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- running
+
+    def forward(
+        self,
+        taps: Float[Tensor, "batch ctx taps_d_model"],
+        anchor_tokens: Int[Tensor, "batch anchor"],
+        anchors: Int[Tensor, "batch anchor"],
+        *,
+        width: int | None = None,
+    ) -> Float[Tensor, "block draft_slot draft_vocab"]:
+        """The draft's full pass: unary scores of slots 1…T. Every hook point fires exactly once."""
+        self._refuse_unusable()
+        return self.draft(taps, anchor_tokens, anchors, width=width)
+
+    def run_with_hooks(
+        self,
+        taps: Float[Tensor, "batch ctx taps_d_model"],
+        anchor_tokens: Int[Tensor, "batch anchor"],
+        anchors: Int[Tensor, "batch anchor"],
+        *,
+        width: int | None = None,
+        fwd_hooks: Iterable[tuple[Names, Hook]] = (),
+    ) -> Float[Tensor, "block draft_slot draft_vocab"]:
+        """One full pass under `fwd_hooks`, which are gone afterwards, also when one of them raises.
+
+        For hooks on gradients use `hooks(bwd_hooks=…)` around the forward and the backward pass.
+        """
+        with self.hooks(fwd_hooks):
+            return self(taps, anchor_tokens, anchors, width=width)
+
+    def run_with_cache(
+        self,
+        taps: Float[Tensor, "batch ctx taps_d_model"],
+        anchor_tokens: Int[Tensor, "batch anchor"],
+        anchors: Int[Tensor, "batch anchor"],
+        *,
+        width: int | None = None,
+        names_filter: Names = None,
+        device: torch.device | str | None = None,
+        grad: bool = False,
+    ) -> tuple[Float[Tensor, "block draft_slot draft_vocab"], ActivationCache]:
+        """One full pass and a copy of what the chosen hook points saw.
+
+        Hooks that are on already act first, so the cache holds edited values.
+
+        Args:
+            names_filter: a name, a collection of names, or a predicate on names; everything by default.
+            device: where to keep the copies; by default where they are made.
+            grad: build the autograd graph; cached tensors are detached either way.
+
+        Raises:
+            UsageError: a name is unknown, or the filter matches nothing.
+        """
+        cache, fwd_hooks, _ = self.get_caching_hooks(names_filter, device)
+        with nullcontext() if grad else torch.no_grad(), self.hooks(fwd_hooks):
+            logits = self(taps, anchor_tokens, anchors, width=width)
+        return logits, ActivationCache(cache, self)
+
+    def encode_context(self, taps: Float[Tensor, "batch ctx taps_d_model"], *, start: int = 0) -> Context:
+        """The draft's `encode_context`, under whatever hooks are on."""
+        self._refuse_unusable()
+        return self.draft.encode_context(taps, start=start)
+
+    def draft_greedy(
+        self,
+        context: Context,
+        anchor_tokens: Int[Tensor, "batch anchor"],
+        anchors: Int[Tensor, "batch anchor"],
+        *,
+        width: int | None = None,
+    ) -> Int[Tensor, "block draft_slot"]:
+        """The tokens the draft would propose, under whatever hooks are on.
+
+        A DSpine chooses its candidates by the hooked scores but ranks them by its last-write refinement, which starts
+        from the last layer's state before the injection and passes no hook point: edits up to that state reach
+        both, edits after it reach the candidates alone.
+        """
+        self._refuse_unusable()
+        return self.draft.draft_greedy(context, anchor_tokens, anchors, width=width)
+
+    # ---- hooks
+
+    @contextmanager
+    def hooks(
+        self,
+        fwd_hooks: Iterable[tuple[Names, Hook]] = (),
+        bwd_hooks: Iterable[tuple[Names, Hook]] = (),
+    ) -> Iterator[Self]:
+        """Hooks for the length of a `with` block; those set outside it are left alone.
+
+        Raises:
+            UsageError: a name is unknown or a hook cannot be called with (tensor, hook point); nothing is hooked then.
+        """
+        self._refuse_unusable()
+        forward = [(name, _checked(fn)) for names, fn in fwd_hooks for name in self.names(names)]
+        backward = [(name, _caller(fn)) for names, fn in bwd_hooks for name in self.names(names)]
+        with super().hooks(forward, backward):
+            yield self
+
+    def add_hook(
+        self,
+        name: Names,
+        hook: Hook,
+        dir: Literal["fwd", "bwd"] = "fwd",
+        is_permanent: bool = False,
+        level: int | None = None,
+        prepend: bool = False,
+    ) -> list[LensHandle]:
+        """A hook that stays until `reset_hooks()` or `close()`; prefer `hooks()`. Arguments as in TransformerLens."""
+        self._refuse_unusable()
+        wrapped = _checked(hook) if dir == "fwd" else _caller(hook)
+        handles = []
+        for point in (self.hook_dict[n] for n in self.names(name)):
+            handle = point.add_hook(wrapped, dir=dir, is_permanent=is_permanent, level=level, prepend=prepend)
+            handle.user_hook = hook
+            handles.append(handle)
+        return handles
+
+    def get_caching_hooks(
+        self, names_filter: Names = None, device: torch.device | str | None = None
+    ) -> tuple[dict[str, Tensor], list[tuple[str, Hook]], list[tuple[str, Hook]]]:
+        """An empty cache, the forward hooks that fill it with copies, and no backward hooks."""
+        cache: dict[str, Tensor] = {}
+
+        def save(tensor: Tensor, hook: HookPoint) -> None:
+            if hook.name in cache:
+                raise ProbeError(f"{hook.name} fired twice in one pass; cache one pass at a time.")
+            cache[str(hook.name)] = tensor.detach().to(device, copy=True)
+
+        return cache, [(name, save) for name in self.names(names_filter)], []
+
+    def add_caching_hooks(
+        self, names_filter: Names = None, device: torch.device | str | None = None
+    ) -> dict[str, Tensor]:
+        """Hooks that stay and fill the returned dictionary at the next pass; prefer `run_with_cache`."""
+        cache, fwd_hooks, _ = self.get_caching_hooks(names_filter, device)
+        for name, hook in fwd_hooks:
+            self.add_hook(name, hook)
+        return cache
+
+    def names(self, wanted: Names = None) -> list[str]:
+        """The hook points that `wanted` (a name, names, a predicate, or None for all) stands for.
+
+        Raises:
+            UsageError: one name is unknown, or nothing matches.
+        """
+        if wanted is None:
+            return list(self.hook_dict)
+        if callable(wanted):
+            found = [name for name in self.hook_dict if wanted(name)]
+        else:
+            found = list(dict.fromkeys([wanted] if isinstance(wanted, str) else wanted))
+            for name in found:
+                self._refuse_unknown(name)
+        if not found:
+            raise UsageError("the filter matches no hook point; hook_table() lists them.")
+        return found
+
+    def hook_table(self) -> list[HookRow]:
+        """Name, shape, dtype and meaning of every hook point, in the order in which they lie in the draft."""
+        return [describe(name, self.draft) for name in self.hook_dict]
+
+    # ---- refusals
+
+    def _refuse_unknown(self, name: Any) -> None:
+        if name in self.hook_dict:
+            return
+        nearest = get_close_matches(str(name), self.hook_dict, n=1, cutoff=0.3)
+        advice = f"did you mean {nearest[0]!r}?" if nearest else "hook_table() lists them."
+        raise UsageError(f"there is no hook point {name!r} in this {type(self.draft).__name__}; {advice}")
+
+    def _refuse_unusable(self) -> None:
+        if not self._restore.alive:
+            raise ProbeError("this HookedDraft is closed; wrap the draft again.")
+        refuse_frozen(self)
+
+
+def refuse_frozen(module: nn.Module) -> None:
+    """Refuse modules that would run past their hooks.
+
+    Raises:
+        UsageError: a part is compiled, scripted or replaced by a captured graph, or a CUDA graph is being captured.
+    """
+    if torch.compiler.is_compiling() or (
+        torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    ):
+        raise UsageError("hooks cannot act inside torch.compile or a CUDA graph; run the draft eagerly.")
+    for name, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule) or _is_compiled(part):
+            where = f"its part {name!r}" if name else "it"
+            raise UsageError(
+                f"hooks on this {type(module).__name__} would be ignored because {where} is compiled or "
+                "graph-captured; hook the draft before compiling it, or load it again."
+            )
+
+
+def _is_compiled(part: nn.Module) -> bool:
+    # torch.compile(module) wraps, module.compile() sets the second, graphed and compiled callables replace `forward`.
+    replaced = "forward" in vars(part) or any(
+        hasattr(v, "_torchdynamo_orig_callable") for v in vars(part).values()
+    )
+    return hasattr(part, "_orig_mod") or part._compiled_call_impl is not None or replaced
+
+
+def _caller(hook: Hook) -> Callable[..., Tensor | None]:
+    """The hook in TransformerLens' calling form, whatever its second parameter is called."""
+    try:
+        signature = inspect.signature(hook)
+    except (TypeError, ValueError):
+        raise UsageError(f"{hook!r} is no hook; give a function of (tensor, hook point).") from None
+    if _binds(signature, 2):
+        return lambda tensor, *, hook, call=hook: call(tensor, hook)
+    if _binds(signature, 1, "hook"):
+        return hook
+    raise UsageError(f"the hook {hook!r} takes {signature}; it must take (tensor, hook point).")
+
+
+def _binds(signature: inspect.Signature, positional: int, *keywords: str) -> bool:
+    try:
+        signature.bind(*[None] * positional, **dict.fromkeys(keywords))
+    except TypeError:
+        return False
+    return True
+
+
+def _checked(hook: Hook) -> Callable[..., Tensor | None]:
+    call = _caller(hook)
+
+    def run(tensor: Tensor, *, hook: HookPoint) -> Tensor | None:
+        edited = call(tensor, hook=hook)
+        if edited is not None:
+            _refuse_misfit(edited, tensor, hook.name)
+        return edited
+
+    return run
+
+
+def _refuse_misfit(edited: Any, original: Tensor, name: str | None) -> None:
+    if not isinstance(edited, Tensor):
+        raise UsageError(f"the hook on {name} returned a {type(edited).__name__}; return a tensor or None.")
+    for what in ("shape", "dtype", "device"):
+        given, wanted = getattr(edited, what), getattr(original, what)
+        if given != wanted:
+            if what == "shape":
+                given, wanted = tuple(given), tuple(wanted)
+            raise UsageError(f"the hook on {name} returned {what} {given}; this hook point carries {wanted}.")
+
+
+def _put_back(seams: list[Seam]) -> None:
+    for parent, name, identity in seams:
+        setattr(parent, name, identity)
+
+
+def _lens_config(draft: Backbone) -> SimpleNamespace:
+    """The fields by which an ActivationCache finds its way."""
+    config = draft.config
+    return SimpleNamespace(
+        n_layers=config.num_hidden_layers,
+        d_model=config.hidden_size,
+        n_heads=config.num_attention_heads,
+        n_key_value_heads=config.num_key_value_heads,
+        d_head=config.head_dim,
+        d_mlp=config.intermediate_size,
+        d_vocab=draft.head.shape[0],
+        attn_only=False,
+        normalization_type="RMS",
+        eps=config.rms_norm_eps,
+        device=draft.head.device,
+        dtype=draft.head.dtype,
+    )
