@@ -225,6 +225,7 @@ class Backbone(nn.Module):
     embedding: Tensor
     head: Tensor
     vocabulary: Tensor | None
+    draft_index: Tensor | None
 
     def __init__(
         self,
@@ -244,6 +245,7 @@ class Backbone(nn.Module):
         self.hook_context, self.hook_embed, self.hook_logits = nn.Identity(), nn.Identity(), nn.Identity()
         self.register_buffer("embedding", embedding.detach(), persistent=False)
         self.register_buffer("vocabulary", vocabulary, persistent=False)
+        self.register_buffer("draft_index", _inverse(vocabulary, config.vocab_size), persistent=False)
         self.register_buffer("head", (head if vocabulary is None else head[vocabulary]).detach(), persistent=False)
 
     def encode_context(self, taps: Float[Tensor, "batch ctx taps_d_model"], *, start: int = 0) -> Context:
@@ -279,8 +281,20 @@ class Backbone(nn.Module):
         """Token ids of positions in the draft's vocabulary."""
         return index if self.vocabulary is None else self.vocabulary[index]
 
+    def to_index(self, tokens: Int[Tensor, "*batch"]) -> Int[Tensor, "*batch"]:
+        """Positions of tokens in the draft's vocabulary; −1 for a token the draft cannot propose."""
+        return tokens if self.draft_index is None else self.draft_index[tokens]
+
     def _rotary(self, positions: Int[Tensor, "..."], dtype: torch.dtype) -> Rotary:
         return rotary_tables(positions, self.config.head_dim, self.config.rope_theta, dtype)
+
+
+def _inverse(vocabulary: Int[Tensor, "draft_vocab"] | None, vocab_size: int) -> Int[Tensor, "vocab"] | None:
+    if vocabulary is None:
+        return None
+    index = torch.full((vocab_size,), -1, device=vocabulary.device)
+    index[vocabulary] = torch.arange(len(vocabulary), device=vocabulary.device)
+    return index
 
 
 def _check_target(config: DraftConfig, embedding: Tensor, head: Tensor, vocabulary: Tensor | None) -> None:

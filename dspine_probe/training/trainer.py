@@ -1,0 +1,292 @@
+"""The training loop: steps of many blocks, cosine schedule, exact resume, metrics on file.
+
+Runs alone or under `accelerate launch`; every process takes its own batches of a step, and weights are normalised
+over all of them. A step is a pure function of (seed, step), so a killed run continues as if it had not been.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from dspine_probe.drafts import Draft
+from dspine_probe.errors import ProbeError, UsageError
+from dspine_probe.files import write_atomically
+from dspine_probe.training.anchors import Batch, make_batch, sample_anchors, visiting_order
+from dspine_probe.training.features import FeatureStore
+from dspine_probe.training.objective import Objective, Progress, objective_for
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Budget and optimiser of a run. One micro-batch is `sequences` × `anchors` blocks on each process."""
+
+    blocks: int
+    sequences: int = 8
+    anchors: int = 32
+    accumulate: int = 1
+    lr: float = 6e-4
+    warmup: float = 0.04
+    gamma: float = 4.0
+    clip: float = 1.0
+    optimizer: str = "adamw"
+    seed: int = 0
+    save_every: int = 200
+    log_every: int = 10
+    mixed_precision: str = "bf16"
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in ("adamw", "muon"):
+            raise UsageError(f"optimizer {self.optimizer!r} is unknown; use adamw or muon.")
+        if self.blocks < self.sequences * self.anchors * self.accumulate:
+            raise UsageError(
+                f"{self.blocks} blocks are fewer than one step of {self.sequences} × {self.anchors} × {self.accumulate}."
+            )
+
+    def steps(self, processes: int = 1) -> int:
+        """Optimiser steps that spend the block budget."""
+        return math.ceil(self.blocks / (self.sequences * self.anchors * self.accumulate * processes))
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One logged step."""
+
+    step: int
+    total_steps: int
+    blocks: int
+    loss: float
+    cross_entropy: float
+    slot_accuracy: tuple[float, ...]
+    lr: float
+    grad_norm: float
+    slots_per_second: float
+    parts: dict[str, float]
+
+
+def train(
+    draft: Draft,
+    store: FeatureStore,
+    config: TrainConfig,
+    folder: Path,
+    *,
+    indices: list[int] | None = None,
+    objective: Objective | None = None,
+    on_log: Callable[[StepReport], None] | None = None,
+    stop_after: int | None = None,
+) -> Draft:
+    """Train `draft` in place on sequences `indices` of `store`, keeping state in `folder`; resumes what it finds there.
+
+    `stop_after` ends this call early at that step, leaving a state to resume from (the schedule is unchanged).
+    """
+    accelerator = Accelerator(mixed_precision=config.mixed_precision, cpu=draft.head.device.type == "cpu")
+    objective = objective or objective_for(draft)
+    optimizers = make_optimizers(draft, config)
+    total = config.steps(accelerator.num_processes)
+    folder.mkdir(parents=True, exist_ok=True)
+    first = _resume(folder, config, draft, optimizers)
+    prepared = accelerator.prepare(objective, *optimizers)
+    model, optimizers = prepared[0], list(prepared[1:])
+    last = min(total, stop_after or total)
+    source = _Batches(store, indices, config, draft.config.block_size, accelerator)
+    clock = _Clock()
+    for step, batches in source.steps(first, last):
+        _set_lr(optimizers, config, step, total)
+        report = _step(accelerator, model, optimizers, batches, config, step, total)
+        done = step + 1
+        if done % config.log_every == 0 or done == last:
+            blocks = done * config.sequences * config.anchors * config.accumulate * accelerator.num_processes
+            rate = clock.rate(blocks * draft.config.num_slots)
+            report = replace(report, blocks=blocks, slots_per_second=rate)
+            if accelerator.is_main_process:
+                _write_metrics(folder, report)
+                if on_log is not None:
+                    on_log(report)
+        if (done % config.save_every == 0 or done == last) and accelerator.is_main_process:
+            _save(folder, config, draft, optimizers, done)
+    return draft
+
+
+def _step(
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    batches: list[Batch],
+    config: TrainConfig,
+    step: int,
+    total: int,
+) -> StepReport:
+    """Forward and backward over the micro-batches of one optimiser step."""
+    weight = accelerator.reduce(torch.stack([b.weight.sum() for b in batches]).sum().to(accelerator.device), "sum")
+    stream = (config.seed * 1_000_003 + step) * accelerator.num_processes + accelerator.process_index
+    generator = torch.Generator().manual_seed(stream)
+    sums: dict[str, Tensor] = {}
+    for batch in batches:
+        # Gradients are averaged over processes, so each contributes its sum times their number.
+        scaled = replace(batch, weight=batch.weight * (accelerator.num_processes / weight.cpu())).to(accelerator.device)
+        outcome = model(scaled, Progress(step, total, generator))
+        accelerator.backward(outcome.loss)
+        logged = {"loss": outcome.loss, "ce": outcome.cross_entropy, "hits": outcome.slot_hits}
+        logged |= {"counts": outcome.slot_counts} | outcome.parts
+        for name, value in logged.items():
+            sums[name] = sums.get(name, 0) + value.detach()
+    norm = accelerator.clip_grad_norm_(model.parameters(), config.clip)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    loss = float(sums["loss"])
+    if not math.isfinite(loss):
+        raise ProbeError(f"The loss became {loss} at step {step}; resume from the last checkpoint with a lower --lr.")
+    accuracy = (sums["hits"] / sums["counts"].clamp(min=1)).tolist()
+    parts = {k: float(v) for k, v in sums.items() if k not in ("loss", "ce", "hits", "counts")}
+    lr = optimizers[0].param_groups[0]["lr"]
+    return StepReport(step + 1, total, 0, loss, float(sums["ce"]), tuple(accuracy), lr, float(norm), 0.0, parts)
+
+
+class _Batches:
+    """Micro-batches of each step, read from the memory map one step ahead of use."""
+
+    def __init__(
+        self, store: FeatureStore, indices: list[int] | None, config: TrainConfig, block_size: int, accelerator: Accelerator
+    ) -> None:
+        self.store, self.config, self.block_size = store, config, block_size
+        self.indices = list(range(len(store))) if indices is None else indices
+        self.rank, self.processes = accelerator.process_index, accelerator.num_processes
+        lengths, prompts = store.meta.lengths, store.meta.prompt_lengths
+        self.indices = [i for i in self.indices if lengths[i] - prompts[i] >= 2]
+        self.lengths = [lengths[i] for i in self.indices]
+        self.per_epoch = len(visiting_order(self.lengths, config.sequences, config.seed, 0))
+        if not self.per_epoch:
+            raise UsageError(f"{len(self.indices)} usable sequences do not fill one batch of {config.sequences}.")
+
+    def steps(self, first: int, last: int) -> Iterator[tuple[int, list[Batch]]]:
+        with ThreadPoolExecutor(1) as pool:
+            ahead = pool.submit(self.at, first)
+            for step in range(first, last):
+                batches, ahead = ahead.result(), pool.submit(self.at, min(step + 1, last - 1))
+                yield step, batches
+
+    def at(self, step: int) -> list[Batch]:
+        per_step = self.config.accumulate * self.processes
+        start = step * per_step + self.rank * self.config.accumulate
+        return [self._micro(number) for number in range(start, start + self.config.accumulate)]
+
+    def _micro(self, number: int) -> Batch:
+        config = self.config
+        epoch, place = divmod(number, self.per_epoch)
+        order = visiting_order(self.lengths, config.sequences, config.seed, epoch)
+        generator = torch.Generator().manual_seed(config.seed * 1_000_003 + number)
+        sequences = [self.store[self.indices[i]] for i in order[place]]
+        anchors = [sample_anchors(s, config.anchors, generator) for s in sequences]
+        return make_batch(
+            sequences, anchors, block_size=self.block_size, gamma=config.gamma, anchors_per_sequence=config.anchors
+        )
+
+
+def make_optimizers(draft: Draft, config: TrainConfig) -> list[torch.optim.Optimizer]:
+    """AdamW on everything, or Muon on the layers' matrices and AdamW on the rest."""
+    parameters = dict(draft.named_parameters())
+    by_matrix = {name: p.ndim == 2 and config.optimizer == "muon" for name, p in parameters.items()}
+    matrices = [p for name, p in parameters.items() if by_matrix[name]]
+    others = [p for name, p in parameters.items() if not by_matrix[name]]
+    optimizers: list[torch.optim.Optimizer] = []
+    if matrices:
+        muon = torch.optim.Muon(matrices, lr=config.lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+        optimizers.append(muon)
+    optimizers.append(torch.optim.AdamW(others, lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True))
+    return optimizers
+
+
+def learning_rate(config: TrainConfig, step: int, total: int) -> float:
+    """Linear warm-up, then cosine to zero."""
+    warmup = max(1, round(config.warmup * total))
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
+    return config.lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup)))
+
+
+def _set_lr(optimizers: list[torch.optim.Optimizer], config: TrainConfig, step: int, total: int) -> None:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(config, step, total)
+
+
+def _save(folder: Path, config: TrainConfig, draft: Draft, optimizers: list[torch.optim.Optimizer], step: int) -> None:
+    state = {
+        "step": step,
+        "config": asdict(config),
+        "draft": draft.state_dict(),
+        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+    }
+    write_atomically(folder / "state.pt", lambda path: torch.save(state, path))
+
+
+def _resume(folder: Path, config: TrainConfig, draft: Draft, optimizers: list[torch.optim.Optimizer]) -> int:
+    """Load a saved state into draft and optimisers; returns the step to go on with."""
+    path = folder / "state.pt"
+    if not path.exists():
+        return 0
+    if not zipfile.is_zipfile(path):
+        raise ProbeError(f"{path} is damaged or was cut short; delete it to start over.")
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    if state["config"] != asdict(config):
+        changed = [k for k, v in asdict(config).items() if state["config"].get(k) != v]
+        raise UsageError(f"{folder} was trained with other settings ({', '.join(changed)}); choose another output folder.")
+    draft.load_state_dict(state["draft"])
+    for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(saved)
+    _trim_metrics(folder, state["step"])
+    return int(state["step"])
+
+
+def _write_metrics(folder: Path, report: StepReport) -> None:
+    path = folder / "metrics.csv"
+    row = asdict(report) | {"slot_accuracy": json.dumps(report.slot_accuracy), "parts": json.dumps(report.parts)}
+    fresh = not path.exists()
+    with open(path, "a", newline="") as file:
+        writer = csv.DictWriter(file, row)
+        if fresh:
+            writer.writeheader()
+        writer.writerow(row)
+
+
+def _trim_metrics(folder: Path, step: int) -> None:
+    """Forget rows logged after the state that is resumed from."""
+    path = folder / "metrics.csv"
+    if not path.exists():
+        return
+    with open(path, newline="") as file:
+        rows = list(csv.reader(file))
+    kept = rows[:1] + [row for row in rows[1:] if row and row[0].isdigit() and int(row[0]) <= step]
+
+    def write(to: Path) -> None:
+        with open(to, "w", newline="") as file:
+            csv.writer(file).writerows(kept)
+
+    write_atomically(path, write)
+
+
+class _Clock:
+    """Rate since the last reading."""
+
+    def __init__(self) -> None:
+        self.time: float | None = None
+        self.slots = 0
+
+    def rate(self, slots: int) -> float:
+        now = time.monotonic()
+        elapsed = None if self.time is None else now - self.time
+        rate = 0.0 if not elapsed else (slots - self.slots) / elapsed
+        self.time, self.slots = now, slots
+        return rate
