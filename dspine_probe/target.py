@@ -6,7 +6,8 @@ embedding and head. It never generates (see `decoding/`) and never changes the m
 forward hooks that are gone when the call returns.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -188,18 +189,29 @@ class Target(Geometry):
         Raises:
             UsageError: a tap, a token id, the length or the mask does not fit the target.
         """
-        check_taps(taps, self.num_layers)
         self._check_ids(ids, attention_mask)
-        decoder = self.model.base_model
-        caught: dict[int, Tensor] = {}
-        handles = [decoder.layers[tap].register_forward_hook(_catch(caught, tap)) for tap in taps]
-        try:
+        with self.capture(taps) as caught:
+            decoder = self.model.base_model
             final = decoder(input_ids=ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
+        empty = final.new_empty((*final.shape[:2], 0))
+        return TargetStates(taps=torch.cat([empty, *(caught[tap] for tap in taps)], dim=-1), final=final)
+
+    @contextmanager
+    def capture(self, taps: Sequence[int]) -> Iterator[dict[int, Float[Tensor, "batch ctx d_model"]]]:
+        """While the block runs, each pass of the model leaves the state after every tapped layer in the dictionary.
+
+        Raises:
+            UsageError: a tap does not fit the target.
+        """
+        check_taps(taps, self.num_layers)
+        caught: dict[int, Tensor] = {}
+        layers = self.model.base_model.layers
+        handles = [layers[tap].register_forward_hook(_catch(caught, tap)) for tap in taps]
+        try:
+            yield caught
         finally:
             for handle in handles:
                 handle.remove()
-        empty = final.new_empty((*final.shape[:2], 0))
-        return TargetStates(taps=torch.cat([empty, *(caught[tap] for tap in taps)], dim=-1), final=final)
 
     def logits(self, final: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows vocab"]:
         """Scores over the vocabulary from final hidden states."""
