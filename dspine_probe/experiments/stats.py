@@ -35,7 +35,7 @@ def draw_counts(
     """How often each group occurs in every resample of `groups` groups with replacement."""
     if groups < 1 or resamples < 1:
         raise UsageError(
-            f"the bootstrap was given {groups} groups and {resamples} resamples; it needs 1 or more of both."
+            f"the bootstrap was given {groups} groups and {resamples} resamples; it needs 1 or more of both"
         )
     drawn = torch.randint(groups, (resamples, groups), generator=generator, device=generator.device)
     counts = torch.zeros(resamples, groups, dtype=torch.float64, device=generator.device)
