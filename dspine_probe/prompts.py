@@ -1,7 +1,7 @@
 """Prompts read from JSONL: the shipped set or any file a user names.
 
 One JSON object a line, with `prompt` (a string) or `turns` (a list of strings, of which the first is used), and
-optionally `id` and `set`. Nothing is filtered or reworded here. Entry point: `load_prompts`.
+optionally `id` and `set` (or `domain`). Nothing is filtered or reworded here. Entry point: `load_prompts`.
 """
 
 import json
@@ -29,7 +29,7 @@ def load_prompts(source: str | Path, *, limit: int | None = None) -> list[Prompt
 
     Args:
         source: a shipped name ("lab") or the path of a JSONL file. A line without `id` gets "<file stem>/<number>",
-            one without `set` the file stem.
+            one without `set` its `domain`, else the file stem.
         limit: read no further than this many prompts; None reads all. The shipped set takes its seven kinds in
             turn, so that any first few keep the mix.
 
@@ -92,7 +92,7 @@ def _parse(line: str, number: int, path: Path) -> Prompt:
         raise UsageError(f"{where} has an empty prompt; fill it or remove the line")
     return Prompt(
         id=_label(row, "id", f"{path.stem}/{number}", where),
-        set=_label(row, "set", path.stem, where),
+        set=_label(row, "set" if "set" in row else "domain", path.stem, where),
         text=text,
     )
 
