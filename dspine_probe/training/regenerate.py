@@ -1,0 +1,207 @@
+"""Answering prompts with the target at temperature 0, resumable, into a packed corpus.
+
+`regenerate` appends every answer to a work file at once, so that a killed run goes on where it was; `pack` filters
+what the work files hold and writes the corpus. Several workers may share a folder, each with its own work file.
+`encode_prompts` turns a prompts file into token ids, the same every time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dspine_probe.decoding.batch import Completion, generate_greedy
+from dspine_probe.errors import UsageError
+from dspine_probe.files import write_atomically
+from dspine_probe.prompts import Prompt
+from dspine_probe.target import Target
+from dspine_probe.training.corpus import Corpus, Example
+from dspine_probe.training.filters import ResponseFilter, is_looping
+from dspine_probe.training.progress import TokenProgress
+from dspine_probe.training.worklog import WorkLog, read_work
+
+BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+SETTINGS = "run.json"
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One of `count` processes that share a folder; it takes every count-th prompt and its share of the budget."""
+
+    index: int = 0
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.index < self.count:
+            raise UsageError(
+                f"worker {self.index} of {self.count} was asked for; workers are 0 to {self.count - 1}"
+            )
+
+    def share(self, budget: int | None) -> int | None:
+        """This worker's part of a budget, rounded up."""
+        return None if budget is None else -(-budget // self.count)
+
+
+ALONE = Worker()
+
+
+def encode_prompts(
+    target: Target, prompts: Sequence[Prompt], *, boxed_share: float = 0.0
+) -> dict[str, tuple[int, ...]]:
+    """Chat token ids of every prompt by id.
+
+    Args:
+        target: gives the tokenizer and the chat template.
+        prompts: as `load_prompts` gives them.
+        boxed_share: share of the prompts of sets named "math..." that get the request to reason step by step and box
+            the answer; which ones depends on their id alone.
+    """
+    if not 0 <= boxed_share <= 1:
+        raise UsageError(f"the boxed share is {boxed_share}; give a number from 0 to 1")
+    encoded = {}
+    for prompt in prompts:
+        boxed = prompt.set.startswith("math") and _fraction(prompt.id) < boxed_share
+        encoded[prompt.id] = tuple(target.encode_chat(prompt.text + BOXED if boxed else prompt.text))
+    return encoded
+
+
+def regenerate(
+    target: Target,
+    prompts: Mapping[str, Sequence[int]],
+    folder: Path,
+    *,
+    max_new_tokens: int = 320,
+    batch_size: int = 192,
+    token_budget: int | None = None,
+    worker: Worker = ALONE,
+) -> Corpus:
+    """Answer prompts in their order until the budget is reached, then pack the folder.
+
+    A run on the same folder goes on after the answers already there.
+
+    Args:
+        target: answers at T=0.
+        prompts: encoded prompts by id.
+        folder: holds the work files and then the packed corpus.
+        max_new_tokens: longest answer, the stop id included; longer ones are cut and kept, looping ones given up.
+        batch_size: rows decoded together.
+        token_budget: kept response tokens of all workers together; rows in flight when it is reached are finished,
+            so that short answers are not favoured. None answers every prompt.
+        worker: which share of the prompts this process takes.
+
+    Raises:
+        UsageError: the folder belongs to a run with other settings.
+        ProbeError: the disk is full, or a work file is damaged.
+    """
+    mine = dict(list(prompts.items())[worker.index :: worker.count])
+    answer(
+        target,
+        mine,
+        Path(folder),
+        max_new_tokens=max_new_tokens,
+        batch_size=batch_size,
+        token_budget=worker.share(token_budget),
+        worker=worker,
+    )
+    return pack(target, folder)
+
+
+def answer(
+    target: Target,
+    prompts: Mapping[str, Sequence[int]],
+    folder: Path,
+    *,
+    max_new_tokens: int,
+    batch_size: int,
+    token_budget: int | None,
+    worker: Worker,
+) -> int:
+    """As `regenerate` for one worker's own prompts and budget, without packing; returns the response tokens kept."""
+    _claim(folder, {"target": target.name, "max_new_tokens": max_new_tokens})
+    path = folder / f"work-{worker.index}.jsonl"
+    judge = ResponseFilter(target.stop_ids)
+    answered: set[str] = set()
+    kept = 0
+    for row in read_work(path):
+        answered.add(row["id"])
+        kept += 0 if judge.reason(row["response"]) else len(row["response"])
+    left = [(name, ids) for name, ids in prompts.items() if name not in answered]
+
+    with WorkLog(path) as log, TokenProgress("answers", token_budget, done=kept) as progress:
+
+        def record(index: int, completion: Completion) -> None:
+            nonlocal kept
+            response = completion.response_ids
+            row = {"id": left[index][0], "prompt": completion.prompt_ids, "response": response}
+            log.append(row | {"finish": completion.finish})
+            gain = 0 if judge.reason(response) else len(response)
+            kept += gain
+            progress.add(gain, len(response))
+
+        generate_greedy(
+            target,
+            [ids for _, ids in left],
+            max_new_tokens=max_new_tokens,
+            batch_size=batch_size,
+            on_complete=record,
+            should_stop=lambda: token_budget is not None and kept >= token_budget,
+            abandon=is_looping,
+        )
+    return kept
+
+
+def pack(target: Target, folder: Path, notes: Mapping[str, Any] | None = None) -> Corpus:
+    """Filter the answers in the work files of `folder`, write the corpus there, prompts included, and return it.
+
+    The order depends on the ids alone, so that it mixes short and long answers. Drop reasons are counted in the meta,
+    to which `notes` are added.
+    """
+    folder = Path(folder)
+    rows = {row["id"]: row for path in sorted(folder.glob("work-*.jsonl")) for row in read_work(path)}
+    if not rows:
+        raise UsageError(f"{folder} holds no answers to pack; generate some first")
+    judge = ResponseFilter(target.stop_ids)
+    examples, dropped, finishes = [], Counter[str](), Counter[str]()
+    for name in sorted(rows, key=_fraction):
+        row = rows[name]
+        reason = judge.reason(row["response"])
+        if reason is not None:
+            dropped[reason] += 1
+            continue
+        finishes[row["finish"]] += 1
+        examples.append(Example(name, tuple(row["prompt"]), tuple(row["response"])))
+    settings = json.loads((folder / SETTINGS).read_text())
+    meta = {
+        **settings,
+        **(notes or {}),
+        "temperature": 0,
+        "answered": len(rows),
+        "dropped": dict(dropped),
+        "finish": dict(finishes),
+    }
+    corpus = Corpus(examples, meta)
+    corpus.save(folder, include_prompts=True)
+    return corpus
+
+
+def _claim(folder: Path, settings: dict[str, object]) -> None:
+    """Note the settings of a new run, or refuse a folder whose answers were made with others."""
+    path = folder / SETTINGS
+    if not path.exists():
+        write_atomically(path, lambda part: part.write_text(json.dumps(settings)))
+        return
+    found = json.loads(path.read_text())
+    if found != settings:
+        raise UsageError(
+            f"{folder} holds answers made with {found}, and this run has {settings}; use the same or another folder"
+        )
+
+
+def _fraction(name: str) -> float:
+    """A number in [0, 1) that depends on the id alone."""
+    return int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) / 2**32

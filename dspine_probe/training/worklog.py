@@ -1,0 +1,97 @@
+"""An append-only file of finished work, one JSON object a line, that survives a kill.
+
+Lines reach the disk every few seconds. A kill can cut the last line short: reading ignores it, and the next writer
+removes it before it appends. One writer per file.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+from dspine_probe.errors import ProbeError
+
+SYNC_SECONDS = 5.0
+
+
+def read_work(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole lines of a work file; none if it does not exist.
+
+    Raises:
+        ProbeError: a line other than the cut last one is not a JSON object.
+    """
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                yield dict(json.loads(line))
+            except (ValueError, TypeError) as error:
+                raise ProbeError(
+                    f"line {number} of {path} is damaged; delete that line to go on from the rest"
+                ) from error
+
+
+class WorkLog:
+    """Appends objects to a work file and syncs every few seconds and on leaving the `with` block."""
+
+    def __init__(self, path: Path, *, sync_seconds: float = SYNC_SECONDS) -> None:
+        self._path, self._sync_seconds = path, sync_seconds
+        self._file: BinaryIO | None = None
+        self._synced = time.monotonic()
+
+    def __enter__(self) -> WorkLog:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        _cut_torn_line(self._path)
+        self._file = self._path.open("ab")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            try:
+                self._sync()
+            finally:
+                self._file.close()
+
+    def append(self, row: dict[str, Any]) -> None:
+        """Add one object.
+
+        Raises:
+            ProbeError: the disk is full; what was written before is kept and the run can be resumed.
+        """
+        assert self._file is not None, "WorkLog is used inside a with block"
+        try:
+            self._file.write(json.dumps(row, separators=(",", ":")).encode() + b"\n")
+            if time.monotonic() - self._synced >= self._sync_seconds:
+                self._sync()
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise ProbeError(
+                f"the disk with {self._path} is full; free some space and run the same command again to resume"
+            ) from error
+
+    def _sync(self) -> None:
+        assert self._file is not None
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._synced = time.monotonic()
+
+
+def _cut_torn_line(path: Path) -> None:
+    if not path.exists():
+        return
+    data = path.read_bytes()
+    whole = data.rfind(b"\n") + 1
+    if whole < len(data):
+        os.truncate(path, whole)
