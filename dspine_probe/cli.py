@@ -8,13 +8,17 @@ Ctrl-C; `--debug` adds the traceback. Entry point: `main`.
 import errno
 import json
 import traceback
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from dspine_probe import __version__
 from dspine_probe.errors import ProbeError, UsageError
+
+if TYPE_CHECKING:
+    from dspine_probe.target import Target
 
 
 class _Commands(typer.core.TyperGroup):
@@ -93,6 +97,85 @@ def doctor(
         Console().print(*render(report), sep="\n\n")
     if not report.sound:
         raise typer.Exit(1)
+
+
+@app.command("generate-data")
+def generate_data(
+    prompts: Annotated[
+        Path, typer.Argument(help="JSONL with `prompt` or `turns`, and `id` and `domain` if you have them.")
+    ],
+    folder: Annotated[
+        Path, typer.Argument(help="Where the answers and the packed corpus go; a rerun resumes.")
+    ],
+    target: Annotated[str, typer.Option(help="'embedded', a hub id or a folder.")] = "embedded",
+    tokens: Annotated[int | None, typer.Option(min=1, help="Stop at this many kept response tokens.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 320,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows decoded together.")] = 192,
+    boxed_share: Annotated[float, typer.Option(help="Share of maths prompts asked to box the answer.")] = 0.0,
+    without_prompts: Annotated[
+        bool, typer.Option(help="Store prompt ids only, for texts not to be shared.")
+    ] = False,
+    worker: Annotated[int, typer.Option(help="Which of the processes that share the folder this is.")] = 0,
+    workers: Annotated[int, typer.Option(min=1, help="How many processes share the folder.")] = 1,
+) -> None:
+    """Let the target answer prompts at T=0 and pack what is worth training on."""
+    from dspine_probe.prompts import load_prompts
+    from dspine_probe.training.regenerate import Worker, encode_prompts, regenerate
+
+    part = Worker(worker, workers)
+    rows = load_prompts(prompts)
+    answering = _bfloat16_target(target)
+    corpus = regenerate(
+        answering,
+        encode_prompts(answering, rows, boxed_share=boxed_share),
+        folder,
+        max_new_tokens=max_new_tokens,
+        batch_size=batch_size,
+        token_budget=tokens,
+        worker=part,
+    )
+    if without_prompts:
+        corpus.save(folder, include_prompts=False)
+    typer.echo(f"{len(corpus.examples):,} answers, {corpus.response_tokens:,} tokens in {folder}")
+
+
+@app.command()
+def synthesize(
+    folder: Annotated[
+        Path, typer.Argument(help="Where the turns, answers and the packed corpus go; a rerun resumes.")
+    ],
+    target: Annotated[str, typer.Option(help="'embedded', a hub id or a folder.")] = "embedded",
+    tokens: Annotated[int, typer.Option(min=1, help="Stop at this many kept response tokens.")] = 200_000,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 320,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows decoded together.")] = 192,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampled user turns.")] = 0,
+    worker: Annotated[int, typer.Option(help="Which of the processes that share the folder this is.")] = 0,
+    workers: Annotated[int, typer.Option(min=1, help="How many processes share the folder.")] = 1,
+) -> None:
+    """Let the target write prompts itself and answer them at T=0, with no data at all."""
+    from dspine_probe.training.regenerate import Worker
+    from dspine_probe.training.synthesis import TurnSampling, synthesize
+
+    part = Worker(worker, workers)
+    sampling = TurnSampling(seed=seed, batch_size=batch_size)
+    corpus = synthesize(
+        _bfloat16_target(target),
+        folder,
+        token_budget=tokens,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        worker=part,
+    )
+    typer.echo(f"{len(corpus.examples):,} answers, {corpus.response_tokens:,} tokens in {folder}")
+
+
+def _bfloat16_target(name: str) -> "Target":
+    import torch
+
+    from dspine_probe.target import Target
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return Target.load(name, dtype=torch.bfloat16, device=device)
 
 
 def main() -> None:
