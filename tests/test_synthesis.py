@@ -79,3 +79,5 @@ def test_synthesis_reaches_its_budget_and_can_be_shared(target: Target, tmp_path
     assert corpus.meta["turns"]["kept"] + sum(corpus.meta["turns"]["dropped"].values()) >= SAMPLING.round_size
     again = synthesize(target, tmp_path, token_budget=300, max_new_tokens=20, sampling=SAMPLING)
     assert again == corpus
+    with pytest.raises(UsageError, match="another folder"):
+        synthesize(target, tmp_path, token_budget=300, max_new_tokens=20, sampling=TurnSampling(seed=1))

@@ -138,6 +138,7 @@ def synthesize(
         worker: takes every count-th round and its share of the budget.
 
     Raises:
+        UsageError: the folder belongs to a run with other settings.
         ProbeError: the target's turns are unusable, so that the budget stays out of reach.
     """
     folder = Path(folder)
@@ -169,11 +170,16 @@ def _round(target: Target, folder: Path, sampling: TurnSampling, number: int, se
     path = folder / f"turns-{number}.json"
     if path.exists():
         stored = json.loads(path.read_text())
+        if stored["sampling"] != asdict(sampling):
+            raise UsageError(
+                f"{path} holds turns sampled with {stored['sampling']}, and this run has {asdict(sampling)}; "
+                "use the same or another folder"
+            )
         found = TurnRound(stored["texts"], stored["dropped"])
         seen.update(" ".join(text.lower().split()) for text in found.texts.values())
         return found
     found = sample_turns(target, sampling, number, seen)
-    text = json.dumps({"texts": found.texts, "dropped": found.dropped}, indent=1)
+    text = json.dumps({"sampling": asdict(sampling), **asdict(found)}, indent=1)
     write_atomically(path, lambda part: part.write_text(text))
     return found
 
