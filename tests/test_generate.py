@@ -2,46 +2,18 @@
 
 import pytest
 import torch
-from tiny import MASK, VOCAB, tiny_config, tiny_draft, tiny_target
+from tiny import VOCAB, prompts, scripted, tiny_config, tiny_draft, tiny_target
 from torch import Tensor
 from transformers import DynamicCache
 
 from dspine_probe.config import DFLASH, DSPINE
 from dspine_probe.decoding.batch import generate_greedy
 from dspine_probe.decoding.generate import Generation, generate
-from dspine_probe.drafts import Context, DFlash
+from dspine_probe.drafts import DFlash
 from dspine_probe.errors import UsageError
 from dspine_probe.target import Target
 
 NEW = 24
-
-
-class Scripted(DFlash):
-    """Knows the plain answer and proposes it, changing the tokens at positions where `wrong` says so."""
-
-    def script(self, tokens: list[int], wrong: set[int]) -> "Scripted":
-        self.tokens, self.wrong = tokens, wrong
-        return self
-
-    def draft_greedy(
-        self, context: Context, anchor_tokens: Tensor, anchors: Tensor, *, width: int | None = None
-    ) -> Tensor:
-        at, slots = int(anchors), (width or self.config.block_size) - 1
-        assert context.length == at, "the context holds every committed row and no other"
-        assert int(anchor_tokens) == self.tokens[at]
-        known = [*self.tokens[at + 1 : at + 1 + slots], *[7] * slots][:slots]
-        return torch.tensor([[(t + (at + 1 + i in self.wrong)) % VOCAB for i, t in enumerate(known)]])
-
-
-def scripted(target: Target, answer: Generation, wrong: set[int]) -> Scripted:
-    draft = Scripted(tiny_config(target, DFLASH), target.embedding, target.head)
-    return draft.script([*answer.prompt_ids, *answer.tokens], wrong)
-
-
-def prompts(count: int, seed: int = 3) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(1, 20, (count,), generator=generator).tolist()
-    return [torch.randint(3, MASK, (n,), generator=generator).tolist() for n in lengths]
 
 
 def plain(target: Target, prompt: list[int], **options: object) -> Generation:
@@ -99,7 +71,7 @@ def test_right_and_wrong_drafts_change_nothing(width: int, share: float):
     for number, prompt in enumerate(prompts(12)):
         expected = plain(target, prompt, max_new_tokens=NEW - number)
         flips = torch.rand(256, generator=generator) < share
-        draft = scripted(target, expected, set(flips.nonzero().flatten().tolist()))
+        draft = scripted(target, [*prompt, *expected.tokens], set(flips.nonzero().flatten().tolist()))
         found = generate(target, draft, prompt, max_new_tokens=NEW - number, width=width)
         assert (found.tokens, found.finish) == (expected.tokens, expected.finish)
         check_rounds(found)
@@ -117,7 +89,11 @@ def test_stop_inside_a_block_ends_the_answer_there():
     first = {token: at for at, token in reversed(list(enumerate(free.tokens)))}
     for stop, at in first.items():
         found = generate(
-            target, scripted(target, free, set()), prompt, max_new_tokens=NEW, stop_ids=(stop, VOCAB + 5)
+            target,
+            scripted(target, [*prompt, *free.tokens], set()),
+            prompt,
+            max_new_tokens=NEW,
+            stop_ids=(stop, VOCAB + 5),
         )
         assert found.tokens == free.tokens[: at + 1] and found.finish == "stop"
         check_rounds(found)
@@ -129,7 +105,9 @@ def test_length_limit_inside_a_block_is_kept():
     target, prompt = tiny_target(stop_ids=()), prompts(1)[0]
     free = plain(target, prompt)
     for limit in range(1, 14):
-        found = generate(target, scripted(target, free, set()), prompt, max_new_tokens=limit)
+        found = generate(
+            target, scripted(target, [*prompt, *free.tokens], set()), prompt, max_new_tokens=limit
+        )
         assert found.tokens == free.tokens[:limit] and found.finish == "length"
         check_rounds(found)
     assert not generate(target, None, prompt, max_new_tokens=1).rounds

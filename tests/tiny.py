@@ -1,10 +1,11 @@
-"""Tiny random targets and drafts that the tests share."""
+"""Tiny random targets, drafts and prompts that the tests share."""
 
 import torch
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from dspine_probe.config import DFLASH, DSPINE, DraftConfig, DSpineConfig
-from dspine_probe.drafts import DFlash, Draft, DSpine
+from dspine_probe.drafts import Context, DFlash, Draft, DSpine
 from dspine_probe.target import Target
 
 VOCAB, WIDTH, LAYERS = 64, 32, 5
@@ -75,3 +76,36 @@ def tiny_draft(
         for parameter in made.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
     return made.eval()
+
+
+def prompts(count: int, seed: int = 3) -> list[list[int]]:
+    """Random prompts of 1 to 19 tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 20, (count,), generator=generator).tolist()
+    return [torch.randint(3, MASK, (n,), generator=generator).tolist() for n in lengths]
+
+
+class Scripted(DFlash):
+    """Knows the whole sequence and proposes it, except at the positions in `wrong`; for one sequence at a time."""
+
+    tokens: list[int]
+    wrong: set[int]
+    exact_context = True
+
+    def draft_greedy(
+        self, context: Context, anchor_tokens: Tensor, anchors: Tensor, *, width: int | None = None
+    ) -> Tensor:
+        """The known tokens after the anchor, and 7 behind the end."""
+        at, slots = int(anchors), (width or self.config.block_size) - 1
+        assert int(anchor_tokens) == self.tokens[at]
+        if self.exact_context:
+            assert context.length == at, "the context holds every committed row and no other"
+        known = [*self.tokens[at + 1 : at + 1 + slots], *[7] * slots][:slots]
+        return torch.tensor([[(t + (at + 1 + i in self.wrong)) % VOCAB for i, t in enumerate(known)]])
+
+
+def scripted(target: Target, tokens: list[int], wrong: set[int]) -> Scripted:
+    """A draft that knows `tokens`."""
+    draft = Scripted(tiny_config(target, DFLASH), target.embedding, target.head)
+    draft.tokens, draft.wrong = tokens, wrong
+    return draft

@@ -1,0 +1,135 @@
+"""From prompts to acceptance: the target answers greedily once, then every draft is walked over the same answers.
+
+Answers and states are computed once and shared by all drafts, so drafts are compared on equal text. Rounds are exact
+(see `decoding.offline`); no draft is decoded for real here. Entry point: `evaluate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from dspine_probe.decoding.batch import Completion, generate_greedy
+from dspine_probe.decoding.offline import walk
+from dspine_probe.drafts import Draft
+from dspine_probe.errors import UsageError
+from dspine_probe.experiments.acceptance import AcceptanceResult, RequestCounts, measure
+from dspine_probe.prompts import Prompt
+from dspine_probe.target import Target
+
+Progress = Callable[[str, int, int], None]
+ANSWERS, WALKS = "answers", "walks"
+
+
+@dataclass(frozen=True)
+class TappedAnswer:
+    """A prompt, its greedy answer and the states one draft reads."""
+
+    tokens: Int[Tensor, "n"]
+    prompt_length: int
+    taps: Float[Tensor, "n taps_d_model"]
+
+
+def evaluate(
+    target: Target,
+    drafts: Mapping[str, Draft],
+    prompts: Sequence[Prompt],
+    *,
+    max_new_tokens: int,
+    batch_size: int = 16,
+    seed: int = 0,
+    on_progress: Progress | None = None,
+) -> AcceptanceResult:
+    """Exact greedy acceptance of drafts on prompts.
+
+    Args:
+        target: writes the answers; its fp32 states make the rounds those of real fp32 decoding.
+        drafts: by the name they get in the result.
+        prompts: one user turn each, with the set they belong to.
+        max_new_tokens: most tokens of an answer.
+        batch_size: prompts answered, and answers walked, side by side.
+        seed: of the bootstrap.
+        on_progress: called with "answers" or "walks", how many prompts are done, and how many there are.
+
+    Raises:
+        UsageError: no draft, no prompt, or a prompt that does not fit the target.
+    """
+    if not drafts or not prompts:
+        raise UsageError(
+            f"evaluation was given {len(drafts)} drafts and {len(prompts)} prompts; give one or more of both"
+        )
+    report = on_progress or _silent
+    encoded = [target.encode_chat(prompt.text) for prompt in prompts]
+    answers = _answer(target, encoded, max_new_tokens, batch_size, report)
+    found: dict[tuple[str, int], RequestCounts] = {}
+    walked = 0
+    for part in _batches(answers, batch_size):
+        for name, rows in _tapped(target, drafts, [answers[i] for i in part]):
+            draft = drafts[name]
+            for i, rounds in zip(part, walk(draft, rows, batch_size=batch_size), strict=True):
+                stopped, slots = answers[i].finish == "stop", draft.config.num_slots
+                found[name, i] = measure(
+                    name, prompts[i].set, prompts[i].id, rounds, stopped=stopped, slots=slots
+                )
+        walked += len(part)
+        report(WALKS, walked, len(answers))
+    requests = tuple(found[name, i] for name in drafts for i in range(len(prompts)))
+    config = {
+        "target": target.name,
+        "dtype": str(target.dtype),
+        "max_new_tokens": max_new_tokens,
+        "prompts": len(prompts),
+        "drafts": {name: draft.config.to_dict() for name, draft in drafts.items()},
+    }
+    return AcceptanceResult(requests, config, seed)
+
+
+def _answer(
+    target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int, batch_size: int, report: Progress
+) -> list[Completion]:
+    done = 0
+
+    def count(_index: int, _completion: Completion) -> None:
+        nonlocal done
+        done += 1
+        report(ANSWERS, done, len(prompts))
+
+    return generate_greedy(
+        target, prompts, max_new_tokens=max_new_tokens, batch_size=batch_size, on_complete=count
+    )
+
+
+def _batches(answers: Sequence[Completion], batch_size: int) -> Iterator[list[int]]:
+    """Answers of similar length together."""
+    order = sorted(range(len(answers)), key=lambda i: len(answers[i].response_ids))
+    for start in range(0, len(order), batch_size):
+        yield order[start : start + batch_size]
+
+
+def _tapped(
+    target: Target, drafts: Mapping[str, Draft], answers: Sequence[Completion]
+) -> Iterator[tuple[str, list[TappedAnswer]]]:
+    """For each draft the answers with the states it reads, from one pass of the target over all taps in use."""
+    taps = sorted({tap for draft in drafts.values() for tap in draft.config.target_layer_ids})
+    sequences = [torch.tensor(answer.prompt_ids + answer.response_ids) for answer in answers]
+    # Causal attention never looks right, so padding needs no mask.
+    states = target.hidden_states(pad_sequence(sequences, batch_first=True).to(target.device), taps).taps
+    by_tap = dict(zip(taps, states.split(target.hidden_size, dim=-1), strict=True))
+    for name, draft in drafts.items():
+        read = torch.cat([by_tap[tap] for tap in draft.config.target_layer_ids], dim=-1)
+        yield (
+            name,
+            [
+                TappedAnswer(tokens, len(answer.prompt_ids), row[: len(tokens)])
+                for tokens, answer, row in zip(sequences, answers, read, strict=True)
+            ],
+        )
+
+
+def _silent(_stage: str, _done: int, _total: int) -> None:
+    pass
