@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from dspine_probe import __version__
+from dspine_probe import __version__, cli_experiments
 from dspine_probe.errors import ProbeError, UsageError
 
 if TYPE_CHECKING:
@@ -167,6 +167,9 @@ def synthesize(
         worker=part,
     )
     typer.echo(f"{len(corpus.examples):,} answers, {corpus.response_tokens:,} tokens in {folder}")
+
+
+app.command("evaluate")(cli_experiments.evaluate)
 
 
 def _bfloat16_target(name: str) -> "Target":

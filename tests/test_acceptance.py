@@ -1,5 +1,6 @@
 """Acceptance: the offline walk is real decoding, and the statistics are what they say."""
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -7,13 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 from tiny import prompts, scripted, tiny_draft, tiny_target
+from typer.testing import CliRunner
 
+from dspine_probe.cli import app
 from dspine_probe.config import DFLASH, DSPINE
 from dspine_probe.decoding.generate import generate
 from dspine_probe.decoding.offline import Rounds, walk
 from dspine_probe.drafts import Draft
+from dspine_probe.drafts.checkpoint import save_draft
 from dspine_probe.errors import UsageError
 from dspine_probe.experiments.acceptance import AcceptanceResult, RequestCounts, measure
+from dspine_probe.experiments.console import interval
 from dspine_probe.experiments.evaluation import TappedAnswer, evaluate
 from dspine_probe.prompts import Prompt
 from dspine_probe.target import Target
@@ -206,3 +211,35 @@ def test_evaluate_is_real_decoding_of_every_draft():
     assert math.isfinite(float(result.acceptance_length("a").value))
     with pytest.raises(UsageError, match="0 drafts"):
         evaluate(target, {}, named, max_new_tokens=NEW)
+
+
+def test_evaluate_command_prints_a_table_and_saves_the_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    target = tiny_target(stop_ids=(2, 9))
+    listed = prompts(4)
+    target.encode_chat = lambda text: listed[int(text)]
+    monkeypatch.setattr(Target, "load", lambda *_, **__: target)
+    save_draft(tiny_draft(target, DFLASH), tmp_path / "a")
+    save_draft(tiny_draft(target, DSPINE), tmp_path / "b")
+    for name in ("x", "y"):
+        rows = [json.dumps({"prompt": str(i)}) for i in range(4)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+    options = [
+        "--prompts",
+        str(tmp_path),
+        "--limit",
+        "3",
+        "--max-new-tokens",
+        "12",
+        "--output",
+        str(tmp_path / "out"),
+    ]
+    command = ["evaluate", "--draft", str(tmp_path / "a"), "--draft", str(tmp_path / "b"), *options]
+    ran = CliRunner().invoke(app, command, env={"COLUMNS": "200"})
+    assert ran.exit_code == 0, ran.output
+    result = AcceptanceResult.load(tmp_path / "out")
+    assert result.sets == ("x", "y") and len(result.requests) == 2 * 2 * 3
+    assert interval(result.acceptance_length(str(tmp_path / "b"))) in ran.stdout
+    unknown = CliRunner().invoke(app, ["evaluate", "--draft", "nope", *options])
+    assert unknown.exit_code == 2 and "draft 'nope' is neither a folder nor a shipped draft" in unknown.stderr

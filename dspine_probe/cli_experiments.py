@@ -1,0 +1,58 @@
+"""The commands that measure drafts; `cli` registers them and turns their faults into sentences."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+
+def evaluate(
+    draft: Annotated[
+        list[str],
+        typer.Option(help="Name of a shipped draft or a checkpoint folder; repeat to compare several."),
+    ],
+    prompts: Annotated[
+        list[str] | None,
+        typer.Option(help="'lab' (default), a JSONL file, or a folder of them; repeat for more."),
+    ] = None,
+    target: Annotated[str, typer.Option(help="'embedded', a hub id or a folder.")] = "embedded",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 256,
+    limit: Annotated[int | None, typer.Option(min=1, help="Most prompts of each set.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder for acceptance.csv and acceptance.json.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts side by side.")] = 32,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the bootstrap.")] = 0,
+) -> None:
+    """Measure how many tokens a round of greedy speculative decoding commits, exactly and offline, in fp32."""
+    import torch
+
+    from dspine_probe.drafts.checkpoint import load_draft
+    from dspine_probe.experiments import evaluation
+    from dspine_probe.experiments.console import StageBars, acceptance_table
+    from dspine_probe.prompts import load_prompts
+    from dspine_probe.target import Target
+
+    files = [file for source in prompts or ["lab"] for file in _files(source)]
+    rows = [row for file in files for row in load_prompts(file, limit=limit)]
+    answering = Target.load(target, device="cuda" if torch.cuda.is_available() else "cpu")
+    drafts = {name: load_draft(name, answering) for name in draft}
+    with StageBars(Console(stderr=True)) as bars:
+        result = evaluation.evaluate(
+            answering,
+            drafts,
+            rows,
+            max_new_tokens=max_new_tokens,
+            batch_size=batch_size,
+            seed=seed,
+            on_progress=bars.show,
+        )
+    if output is not None:
+        result.save(output)
+    Console().print(acceptance_table(result))
+
+
+def _files(source: str) -> list[str | Path]:
+    """A source of prompts, or the JSONL files of a folder."""
+    return [*sorted(Path(source).glob("*.jsonl"))] if Path(source).is_dir() else [source]
