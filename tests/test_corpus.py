@@ -69,6 +69,14 @@ def test_work_log_drops_a_torn_line(tmp_path: Path) -> None:
         list(read_work(path))
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_full_disk_is_said_in_one_sentence() -> None:
+    log = WorkLog(Path("/dev/full"))
+    log._file = open("/dev/full", "ab", buffering=0)
+    with log._file, pytest.raises(ProbeError, match="full; free some space"):
+        log.append({"id": "a"})
+
+
 def test_killed_run_resumes_to_the_same_corpus(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

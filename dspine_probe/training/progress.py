@@ -19,7 +19,7 @@ class TokenProgress:
         self, label: str, total: int | None, *, done: int = 0, console: Console | None = None
     ) -> None:
         self._label, self._total, self._done = label, total, done
-        self._made = 0
+        self._made = self._gained = 0
         self._console = console
 
     def __enter__(self) -> TokenProgress:
@@ -44,6 +44,7 @@ class TokenProgress:
     def add(self, kept: int, made: int) -> None:
         """Note `made` more tokens, of which `kept` count towards the total."""
         self._done += kept
+        self._gained += kept
         self._made += made
         self._bar.update(
             self._task, completed=self._done, description=f"{self._label} {self._rate():,.0f} tokens/s"
@@ -58,10 +59,10 @@ class TokenProgress:
         """The state in one line: tokens, rate and time left."""
         total = "" if self._total is None else f" of {self._total:,}"
         text = f"{self._label}: {self._done:,}{total} tokens kept, {self._rate():,.0f} tokens/s"
-        per_second = self._rate()
-        if self._total is None or per_second == 0 or self._done >= self._total:
+        if self._total is None or self._gained == 0 or self._done >= self._total:
             return text
-        return f"{text}, {(self._total - self._done) / per_second / 60:.0f} min left"
+        seconds = (self._total - self._done) * (time.monotonic() - self._started) / self._gained
+        return f"{text}, {seconds / 60:.0f} min left"
 
     def _rate(self) -> float:
         return self._made / max(time.monotonic() - self._started, 1e-9)

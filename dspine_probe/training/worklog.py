@@ -11,9 +11,10 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
 from dspine_probe.errors import ProbeError
 
@@ -45,23 +46,21 @@ class WorkLog:
 
     def __init__(self, path: Path, *, sync_seconds: float = SYNC_SECONDS) -> None:
         self._path, self._sync_seconds = path, sync_seconds
-        self._file: BinaryIO | None = None
+        self._file: FileIO | None = None
         self._synced = time.monotonic()
 
     def __enter__(self) -> WorkLog:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         _cut_torn_line(self._path)
-        self._file = self._path.open("ab")
+        self._file = self._path.open("ab", buffering=0)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
         if self._file is not None:
-            try:
-                self._sync()
-            finally:
-                self._file.close()
+            with self._file:
+                os.fsync(self._file.fileno())
 
     def append(self, row: dict[str, Any]) -> None:
         """Add one object.
@@ -70,22 +69,20 @@ class WorkLog:
             ProbeError: the disk is full; what was written before is kept and the run can be resumed.
         """
         assert self._file is not None, "WorkLog is used inside a with block"
+        line = json.dumps(row, separators=(",", ":")).encode() + b"\n"
         try:
-            self._file.write(json.dumps(row, separators=(",", ":")).encode() + b"\n")
-            if time.monotonic() - self._synced >= self._sync_seconds:
-                self._sync()
+            whole = self._file.write(line) == len(line)  # a disk that fills up takes a part of the line
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
+            whole = False
+        if not whole:
             raise ProbeError(
                 f"the disk with {self._path} is full; free some space and run the same command again to resume"
-            ) from error
-
-    def _sync(self) -> None:
-        assert self._file is not None
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._synced = time.monotonic()
+            )
+        if time.monotonic() - self._synced >= self._sync_seconds:
+            os.fsync(self._file.fileno())
+            self._synced = time.monotonic()
 
 
 def _cut_torn_line(path: Path) -> None:
