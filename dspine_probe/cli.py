@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from dspine_probe import __version__, cli_experiments
+from dspine_probe import __version__, cli_experiments, cli_training
 from dspine_probe.errors import ProbeError, UsageError
 
 if TYPE_CHECKING:
-    from dspine_probe.target import Target
+    pass
 
 
 class _Commands(typer.core.TyperGroup):
@@ -124,7 +124,7 @@ def generate_data(
 
     part = Worker(worker, workers)
     rows = load_prompts(prompts)
-    answering = _bfloat16_target(target)
+    answering = cli_training.bfloat16_target(target)
     corpus = regenerate(
         answering,
         encode_prompts(answering, rows, boxed_share=boxed_share),
@@ -159,7 +159,7 @@ def synthesize(
     part = Worker(worker, workers)
     sampling = TurnSampling(seed=seed, batch_size=batch_size)
     corpus = synthesize(
-        _bfloat16_target(target),
+        cli_training.bfloat16_target(target),
         folder,
         token_budget=tokens,
         max_new_tokens=max_new_tokens,
@@ -170,15 +170,8 @@ def synthesize(
 
 
 app.command("evaluate")(cli_experiments.evaluate)
-
-
-def _bfloat16_target(name: str) -> "Target":
-    import torch
-
-    from dspine_probe.target import Target
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return Target.load(name, dtype=torch.bfloat16, device=device)
+app.command("features")(cli_training.features)
+app.command("train")(cli_training.train)
 
 
 def main() -> None:

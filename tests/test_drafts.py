@@ -113,7 +113,9 @@ def test_decoding_with_a_growing_context_equals_training(kind: str, causal: bool
     for row, anchor in enumerate(anchors):
         if context.length < anchor:
             start = context.length
-            context = context.extend(draft.encode_context(states[:, start : min(anchor + 2, 12)], start=start)).crop(anchor)
+            context = context.extend(
+                draft.encode_context(states[:, start : min(anchor + 2, 12)], start=start)
+            ).crop(anchor)
         at = torch.tensor([[anchor]])
         run = draft.run(context, sequence.tokens[at], at)
         torch.testing.assert_close(draft.logits(run.hidden[:, 1:])[0], packed[row], atol=1e-5, rtol=1e-5)
@@ -122,7 +124,10 @@ def test_decoding_with_a_growing_context_equals_training(kind: str, causal: bool
 def test_rotary_scores_depend_on_distance_only() -> None:
     q, k = torch.randn(2, 1, 1, 6, generator=seeded())
     near, far = (
-        (rotate(q, rotary_tables(torch.tensor([p]), 6, 1e4, torch.float32)) * rotate(k, rotary_tables(torch.tensor([p - 5]), 6, 1e4, torch.float32))).sum()
+        (
+            rotate(q, rotary_tables(torch.tensor([p]), 6, 1e4, torch.float32))
+            * rotate(k, rotary_tables(torch.tensor([p - 5]), 6, 1e4, torch.float32))
+        ).sum()
         for p in (9, 5009)
     )
     torch.testing.assert_close(near, far, atol=1e-3, rtol=1e-3)
@@ -156,7 +161,9 @@ def test_walking_the_cache_equals_recomputing_every_step() -> None:
     for block in range(4):
         previous = anchor_tokens[0, block]
         for slot in range(BLOCK - 1):
-            rho = draft.refine(states.pre_write[block : block + 1, slot + 1 : slot + 2], previous.view(1, 1, 1))[0, 0, 0]
+            rho = draft.refine(
+                states.pre_write[block : block + 1, slot + 1 : slot + 2], previous.view(1, 1, 1)
+            )[0, 0, 0]
             scores = draft.head[cache.candidates[block, slot]] @ rho
             previous = cache.candidates[block, slot, scores.argmax()]
             assert path[block, slot] == previous

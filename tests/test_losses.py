@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from toy import seeded
 from torch.nn import functional as F
+from toy import seeded
 
 from dspine_probe.training import losses
 from dspine_probe.training.losses import alignment_loss, candidate_loss, head_loss
@@ -59,7 +59,9 @@ def test_candidate_loss_by_hand() -> None:
     )
     p = scores.softmax(-1)
     ce = torch.stack([-p[0, 1].log(), torch.tensor(0.0), -p[2, 0].log()])
-    l1 = torch.stack([(p[0] - torch.tensor([0.75, 0.25])).abs().sum(), (p[1] - 0.5).abs().sum(), torch.tensor(0.0)])
+    l1 = torch.stack(
+        [(p[0] - torch.tensor([0.75, 0.25])).abs().sum(), (p[1] - 0.5).abs().sum(), torch.tensor(0.0)]
+    )
     torch.testing.assert_close(got, (weight * (0.1 * ce + 0.9 * l1)).sum())
 
 

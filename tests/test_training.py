@@ -11,7 +11,13 @@ from toy import BLOCK, VOCAB, seeded, toy_draft, toy_sequence, toy_store
 
 from dspine_probe.config import DSpineConfig
 from dspine_probe.errors import ProbeError, UsageError
-from dspine_probe.training.anchors import make_batch, sample_anchors, slot_weights, valid_anchors, visiting_order
+from dspine_probe.training.anchors import (
+    make_batch,
+    sample_anchors,
+    slot_weights,
+    valid_anchors,
+    visiting_order,
+)
 from dspine_probe.training.objective import (
     DFlashObjective,
     DSpineObjective,
@@ -22,7 +28,9 @@ from dspine_probe.training.objective import (
 )
 from dspine_probe.training.trainer import TrainConfig, learning_rate, train
 
-CONFIG = TrainConfig(blocks=120, sequences=2, anchors=3, lr=1e-2, save_every=4, log_every=1, mixed_precision="no")
+CONFIG = TrainConfig(
+    blocks=120, sequences=2, anchors=3, lr=1e-2, save_every=4, log_every=1, mixed_precision="no"
+)
 
 
 def batch_of(anchors: list[list[int]], lengths: list[int], per_sequence: int = 3):  # type: ignore[no-untyped-def]
@@ -170,7 +178,7 @@ def test_learning_rate_warms_up_and_falls_to_zero() -> None:
 def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="adamw or muon"):
         TrainConfig(blocks=1000, optimizer="sgd")
-    with pytest.raises(UsageError, match="fewer than one step"):
+    with pytest.raises(UsageError, match="do not fill one step"):
         TrainConfig(blocks=10)
     with pytest.raises(UsageError, match="do not fill one batch"):
         train(toy_draft("dflash"), toy_store((9,)), CONFIG, tmp_path / "few")

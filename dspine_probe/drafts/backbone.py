@@ -143,7 +143,10 @@ class Attention(nn.Module):
         to_block = own @ k.permute(0, 2, 3, 1)
 
         to_context = to_context.view(batch, self.kv_heads, per_sequence, group, slots, ctx) + bias.context
-        to_block = to_block.view(batch, per_sequence, self.kv_heads, group, slots, slots).transpose(1, 2) + bias.block
+        to_block = (
+            to_block.view(batch, per_sequence, self.kv_heads, group, slots, slots).transpose(1, 2)
+            + bias.block
+        )
         scores = self._by_head(torch.cat([to_context, to_block], dim=-1))
         pattern = self.hook_pattern(self.hook_attn_scores(scores).softmax(dim=-1))
 
@@ -168,7 +171,9 @@ class BlockBias:
     block: Float[Tensor, "slot slot"]
 
     @classmethod
-    def build(cls, anchors: Int[Tensor, "batch anchor"], ctx: int, slots: int, *, causal: bool, dtype: torch.dtype) -> BlockBias:
+    def build(
+        cls, anchors: Int[Tensor, "batch anchor"], ctx: int, slots: int, *, causal: bool, dtype: torch.dtype
+    ) -> BlockBias:
         """A block sees context rows at positions before its anchor, and its own slots (up to each slot if causal)."""
         rows = torch.arange(ctx, device=anchors.device)
         context = _bias(rows < anchors[..., None], dtype)[:, None, :, None, None, :]
@@ -177,7 +182,9 @@ class BlockBias:
 
 
 def _bias(visible: Bool[Tensor, "..."], dtype: torch.dtype) -> Float[Tensor, "..."]:
-    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(
+        ~visible, float("-inf")
+    )
 
 
 class MLP(nn.Module):
@@ -204,14 +211,25 @@ class Block(nn.Module):
         self.attn = Attention(config)
         self.ln2 = HookedNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
-        self.hook_resid_pre, self.hook_resid_mid, self.hook_resid_post = nn.Identity(), nn.Identity(), nn.Identity()
+        self.hook_resid_pre, self.hook_resid_mid, self.hook_resid_post = (
+            nn.Identity(),
+            nn.Identity(),
+            nn.Identity(),
+        )
         self.hook_attn_out, self.hook_mlp_out = nn.Identity(), nn.Identity()
 
     def forward(
-        self, x: Float[Tensor, "block slot d_model"], context_k: Tensor, context_v: Tensor, rotary: Rotary, bias: BlockBias
+        self,
+        x: Float[Tensor, "block slot d_model"],
+        context_k: Tensor,
+        context_v: Tensor,
+        rotary: Rotary,
+        bias: BlockBias,
     ) -> Float[Tensor, "block slot d_model"]:
         x = self.hook_resid_pre(x)
-        x = self.hook_resid_mid(x + self.hook_attn_out(self.attn(self.ln1(x), context_k, context_v, rotary, bias)))
+        x = self.hook_resid_mid(
+            x + self.hook_attn_out(self.attn(self.ln1(x), context_k, context_v, rotary, bias))
+        )
         return self.hook_resid_post(x + self.hook_mlp_out(self.mlp(self.ln2(x))))
 
 
@@ -246,7 +264,9 @@ class Backbone(nn.Module):
         self.register_buffer("embedding", embedding.detach(), persistent=False)
         self.register_buffer("vocabulary", vocabulary, persistent=False)
         self.register_buffer("draft_index", _inverse(vocabulary, config.vocab_size), persistent=False)
-        self.register_buffer("head", (head if vocabulary is None else head[vocabulary]).detach(), persistent=False)
+        self.register_buffer(
+            "head", (head if vocabulary is None else head[vocabulary]).detach(), persistent=False
+        )
 
     def encode_context(self, taps: Float[Tensor, "batch ctx taps_d_model"], *, start: int = 0) -> Context:
         """Keys and values of context rows at positions start, start+1, … from the target's tapped hidden states."""
@@ -256,7 +276,9 @@ class Backbone(nn.Module):
         pairs = [block.attn.context_kv(feature, rotary) for block in self.blocks]
         return Context(tuple(k for k, _ in pairs), tuple(v for _, v in pairs))
 
-    def embed_block(self, anchor_tokens: Int[Tensor, "batch anchor"], width: int) -> Float[Tensor, "block slot d_model"]:
+    def embed_block(
+        self, anchor_tokens: Int[Tensor, "batch anchor"], width: int
+    ) -> Float[Tensor, "block slot d_model"]:
         """[E(anchor), E(mask) × (width − 1)] for every block."""
         tokens = anchor_tokens.new_full((anchor_tokens.numel(), width), self.config.mask_token_id)
         tokens[:, 0] = anchor_tokens.flatten()
@@ -267,7 +289,9 @@ class Backbone(nn.Module):
     ) -> tuple[Rotary, BlockBias]:
         """Rotary tables at the slots' absolute positions (anchor + slot) and the visibility of context and slots."""
         if width > self.config.block_size:
-            raise UsageError(f"a block of {width} slots is wider than the {self.config.block_size} this draft was trained with.")
+            raise UsageError(
+                f"a block of {width} slots is wider than the {self.config.block_size} this draft was trained with."
+            )
         dtype = context.keys[0].dtype
         positions = anchors.flatten()[:, None] + torch.arange(width, device=anchors.device)
         bias = BlockBias.build(anchors, context.length, width, causal=self.config.is_causal, dtype=dtype)
@@ -307,4 +331,6 @@ def _check_target(config: DraftConfig, embedding: Tensor, head: Tensor, vocabula
             )
     size = None if vocabulary is None else len(vocabulary)
     if size != config.draft_vocab_size:
-        raise UsageError(f"the draft's vocabulary lists {size} tokens but its config says {config.draft_vocab_size}.")
+        raise UsageError(
+            f"the draft's vocabulary lists {size} tokens but its config says {config.draft_vocab_size}."
+        )

@@ -89,7 +89,9 @@ class Injection(nn.Module):
         self, feature: Float[Tensor, "*batch rank"], pred: Float[Tensor, "*batch rank"]
     ) -> Float[Tensor, "*batch message"]:
         """g = σ(G_r f + G_p m + b), one value per message channel."""
-        return torch.sigmoid(self.receiver_gate(feature) + self.predecessor_gate(pred) + self.bias.to(feature.dtype))
+        return torch.sigmoid(
+            self.receiver_gate(feature) + self.predecessor_gate(pred) + self.bias.to(feature.dtype)
+        )
 
     def write(
         self, layer: int, h: Float[Tensor, "*batch d_model"], gated: Float[Tensor, "*batch message"]
@@ -151,7 +153,9 @@ class DSpine(Backbone):
         anchor_code = self.scaled_codes(anchor_tokens.flatten(), x.dtype)[:, None]
         features = []
         pre_write = x
-        for layer, (block, keys, values) in enumerate(zip(self.blocks, context.keys, context.values, strict=True)):
+        for layer, (block, keys, values) in enumerate(
+            zip(self.blocks, context.keys, context.values, strict=True)
+        ):
             pre_write = block(x, keys, values, rotary, bias)
             x = self._inject(layer, pre_write, anchor_code, true_predecessors)
             if keep_features:
@@ -190,7 +194,9 @@ class DSpine(Backbone):
         return self.logits(states.hidden[:, 1:])
 
     def refine(
-        self, pre_write: Float[Tensor, "block draft_slot d_model"], predecessors: Int[Tensor, "block draft_slot k"]
+        self,
+        pre_write: Float[Tensor, "block draft_slot d_model"],
+        predecessors: Int[Tensor, "block draft_slot k"],
     ) -> Float[Tensor, "block draft_slot k d_model"]:
         """Last write repeated with the true code of each known predecessor; final-normed states ρ_t(a)."""
         last = len(self.blocks) - 1

@@ -20,7 +20,7 @@ class TransitionCache:
     scores: Float[Tensor, "block draft_slot k k"]
 
     def walk_greedy(self) -> Int[Tensor, "block draft_slot"]:
-        """The best candidate of slot 1, then of each slot given the one chosen before it; ties go to the lower index."""
+        """The best candidate of slot 1, then of each slot given the one before it; ties go to the lower index."""
         blocks, slots, _, _ = self.scores.shape
         every = torch.arange(blocks, device=self.scores.device)
         choice = every.new_zeros(blocks)

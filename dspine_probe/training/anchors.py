@@ -33,7 +33,9 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on another device."""
-        return Batch(*(getattr(self, name).to(device, non_blocking=True) for name in self.__dataclass_fields__))
+        return Batch(
+            *(getattr(self, name).to(device, non_blocking=True) for name in self.__dataclass_fields__)
+        )
 
 
 def valid_anchors(sequence: Sequence) -> Int[Tensor, "valid"]:
@@ -53,7 +55,12 @@ def slot_weights(slots: int, gamma: float) -> Float[Tensor, "draft_slot"]:
 
 
 def make_batch(
-    sequences: Seq[Sequence], anchors: Seq[Int[Tensor, "anchor"]], *, block_size: int, gamma: float, anchors_per_sequence: int
+    sequences: Seq[Sequence],
+    anchors: Seq[Int[Tensor, "anchor"]],
+    *,
+    block_size: int,
+    gamma: float,
+    anchors_per_sequence: int,
 ) -> Batch:
     """Assemble blocks; sequences with fewer anchors are filled up with dummy blocks at position 0 and weight 0."""
     ctx = max(len(s) for s in sequences)

@@ -70,7 +70,9 @@ class FeatureStore:
         """Map a store; an unfinished one is refused."""
         meta = _read_meta(folder)
         if _batches_done(folder) is not None:
-            raise ProbeError(f"The features in {folder} are unfinished; run the same `features` command again to finish them.")
+            raise ProbeError(
+                f"The features in {folder} are unfinished; run the same `features` command again to finish them."
+            )
         return cls(meta, *_open_arrays(folder, meta, "r"))
 
     def __len__(self) -> int:
@@ -125,7 +127,11 @@ def build_features(
 
 
 def _fill(
-    target: Target, examples: list[Example], offsets: list[int], taps: Seq[int], arrays: tuple[Tensor, Tensor, Tensor]
+    target: Target,
+    examples: list[Example],
+    offsets: list[int],
+    taps: Seq[int],
+    arrays: tuple[Tensor, Tensor, Tensor],
 ) -> None:
     """Write one right-padded batch to its places."""
     rows = [torch.tensor(e.prompt_ids + e.response_ids) for e in examples]
@@ -155,7 +161,9 @@ def _start_or_resume(folder: Path, meta: FeatureMeta) -> int | None:
     """Number of batches already there, or None when the store is complete."""
     if (folder / _META).exists():
         if _read_meta(folder) != meta:
-            raise UsageError(f"{folder} holds features of other examples, taps or target; choose another folder.")
+            raise UsageError(
+                f"{folder} holds features of other examples, taps or target; choose another folder."
+            )
         return _batches_done(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for name, width, dtype in _layout(meta):
@@ -181,7 +189,9 @@ def _open_arrays(folder: Path, meta: FeatureMeta, mode: str) -> tuple[Tensor, Te
         size = count * torch.empty((), dtype=dtype).element_size()
         path = folder / name
         if not path.exists() or path.stat().st_size != size:
-            raise ProbeError(f"{path} is missing or not {size:,} bytes long; delete {folder} and build the features again.")
+            raise ProbeError(
+                f"{path} is missing or not {size:,} bytes long; delete {folder} and build the features again."
+            )
         flat = torch.from_file(str(path), shared=mode == "r+", size=count, dtype=dtype)
         arrays.append(flat if width == 1 else flat.view(meta.tokens, width))
     return arrays[0], arrays[1], arrays[2]
@@ -192,7 +202,8 @@ def _read_meta(folder: Path) -> FeatureMeta:
         raw = json.loads((folder / _META).read_text())
     except FileNotFoundError:
         raise UsageError(f"{folder} holds no features; build them with `dspine-probe features`.") from None
-    return FeatureMeta(**{key: tuple(value) if isinstance(value, list) else value for key, value in raw.items()})
+    lists = {name: tuple(raw[name]) for name in ("taps", "ids", "lengths", "prompt_lengths")}
+    return FeatureMeta(**{**raw, **lists})
 
 
 def _batches_done(folder: Path) -> int | None:

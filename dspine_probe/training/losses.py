@@ -19,7 +19,7 @@ _CHUNK = 256
 
 @dataclass(frozen=True)
 class HeadLoss:
-    """Weighted loss, its cross-entropy part (detached), top-1 hits, and top-K candidates with the target's mass on them."""
+    """Weighted loss, its cross-entropy part (detached), top-1 hits, top-K candidates and the target's mass on them."""
 
     loss: Float[Tensor, ""]
     cross_entropy: Float[Tensor, ""]
@@ -66,7 +66,9 @@ class _ChunkedHead(torch.autograd.Function):
             logits = hidden[part] @ matrix.T
             probability = logits.softmax(dim=-1, dtype=torch.float32)
             label, w = labels[part].clamp(min=0)[:, None], weight[part][:, None]
-            correct[part] = (logits.gather(-1, label) >= logits.amax(-1, keepdim=True))[:, 0] & (labels[part] >= 0)
+            correct[part] = (logits.gather(-1, label) >= logits.amax(-1, keepdim=True))[:, 0] & (
+                labels[part] >= 0
+            )
             if top_k:
                 candidates[part] = logits.topk(top_k, dim=-1).indices
             ce = -(w * probability.gather(-1, label).clamp(min=1e-30).log()).sum()
@@ -91,7 +93,7 @@ class _ChunkedHead(torch.autograd.Function):
         return loss, entropy, correct, candidates, mass
 
     @staticmethod
-    def backward(ctx, grad_loss, *_):  # type: ignore[no-untyped-def, override]
+    def backward(ctx, grad_loss, *_):  # type: ignore[no-untyped-def]
         (gradient,) = ctx.saved_tensors
         return gradient * grad_loss.to(gradient.dtype), None, None, None, None, None, None, None
 

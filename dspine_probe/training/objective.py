@@ -73,10 +73,16 @@ class DSpineObjective(nn.Module):
 
     def forward(self, batch: Batch, progress: Progress) -> Outcome:
         draft, spine = self.draft, self.draft.spine
-        truth = TruePredecessors(batch.tokens, _replaced(spine, progress, len(batch.tokens), batch.tokens.device))
+        truth = TruePredecessors(
+            batch.tokens, _replaced(spine, progress, len(batch.tokens), batch.tokens.device)
+        )
         context = draft.encode_context(batch.taps)
         states = draft.run(
-            context, batch.anchor_tokens, batch.anchors, true_predecessors=truth, keep_features=spine.alignment_weight > 0
+            context,
+            batch.anchor_tokens,
+            batch.anchors,
+            true_predecessors=truth,
+            keep_features=spine.alignment_weight > 0,
         )
         labels, weight = supervised(draft, batch)
         unary = head_loss(
@@ -94,7 +100,9 @@ class DSpineObjective(nn.Module):
         if spine.alignment_weight > 0:
             codes = F.embedding(batch.tokens[:, 1:], draft.codes)
             aligned = alignment_loss(states.features, codes, weight)
-            strength = spine.alignment_weight * min((progress.step + 1) / max(spine.alignment_warmup_steps, 1), 1.0)
+            strength = spine.alignment_weight * min(
+                (progress.step + 1) / max(spine.alignment_warmup_steps, 1), 1.0
+            )
             # The alignment fades as the draft learns: it is scaled by the mean cross-entropy of this batch.
             mean_ce = unary.cross_entropy / weight.sum().clamp(min=1e-12)
             loss, parts["alignment"] = loss + strength * mean_ce * aligned, aligned
@@ -147,7 +155,9 @@ def replacement_probability(spine: DSpineConfig, step: int, total_steps: int) ->
     return spine.replacement_probability * fade
 
 
-def _replaced(spine: DSpineConfig, progress: Progress, blocks: int, device: torch.device) -> Bool[Tensor, "block"]:
+def _replaced(
+    spine: DSpineConfig, progress: Progress, blocks: int, device: torch.device
+) -> Bool[Tensor, "block"]:
     chance = replacement_probability(spine, progress.step, progress.total_steps)
     return (torch.rand(blocks, generator=progress.generator) < chance).to(device)
 

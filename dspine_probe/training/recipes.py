@@ -55,12 +55,15 @@ def new_draft(
         rope_theta=target.rope_theta,
         max_position_embeddings=target.max_positions,
         draft_vocab_size=None if vocabulary is None else len(vocabulary),
+        target_name=target.name,
         dspine=spine if is_spine else None,
     )
     return (DSpine if is_spine else DFlash)(config, target.embedding, target.head, vocabulary=vocabulary)
 
 
-def frequent_tokens(responses: Iterable[Iterable[int]], size: int, vocab_size: int) -> Int[Tensor, "draft_vocab"]:
+def frequent_tokens(
+    responses: Iterable[Iterable[int]], size: int, vocab_size: int
+) -> Int[Tensor, "draft_vocab"]:
     """The `size` tokens that occur most often in `responses`, in ascending order (ties: lower id first)."""
     if not 1 <= size <= vocab_size:
         raise UsageError(f"a draft vocabulary of {size} tokens does not fit the target's {vocab_size}.")

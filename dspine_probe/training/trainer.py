@@ -26,6 +26,7 @@ from dspine_probe.files import write_atomically
 from dspine_probe.training.anchors import Batch, make_batch, sample_anchors, visiting_order
 from dspine_probe.training.features import FeatureStore
 from dspine_probe.training.objective import Objective, Progress, objective_for
+from dspine_probe.training.validation import Validation, validate
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class TrainConfig:
             raise UsageError(f"optimizer {self.optimizer!r} is unknown; use adamw or muon.")
         if self.blocks < self.sequences * self.anchors * self.accumulate:
             raise UsageError(
-                f"{self.blocks} blocks are fewer than one step of {self.sequences} × {self.anchors} × {self.accumulate}."
+                f"{self.blocks} blocks do not fill one step of {self.sequences} × {self.anchors} × {self.accumulate}."
             )
 
     def steps(self, processes: int = 1) -> int:
@@ -82,12 +83,15 @@ def train(
     folder: Path,
     *,
     indices: list[int] | None = None,
+    held_out: list[int] | None = None,
     objective: Objective | None = None,
     on_log: Callable[[StepReport], None] | None = None,
+    on_validation: Callable[[int, Validation], None] | None = None,
     stop_after: int | None = None,
 ) -> Draft:
     """Train `draft` in place on sequences `indices` of `store`, keeping state in `folder`; resumes what it finds there.
 
+    Whenever state is saved, the draft is tried on the `held_out` sequences and `on_validation` hears of it.
     `stop_after` ends this call early at that step, leaving a state to resume from (the schedule is unchanged).
     """
     accelerator = Accelerator(mixed_precision=config.mixed_precision, cpu=draft.head.device.type == "cpu")
@@ -115,6 +119,8 @@ def train(
                     on_log(report)
         if (done % config.save_every == 0 or done == last) and accelerator.is_main_process:
             _save(folder, config, draft, optimizers, done)
+            if held_out and on_validation is not None:
+                on_validation(done, validate(draft, store, held_out))
     return draft
 
 
@@ -128,13 +134,17 @@ def _step(
     total: int,
 ) -> StepReport:
     """Forward and backward over the micro-batches of one optimiser step."""
-    weight = accelerator.reduce(torch.stack([b.weight.sum() for b in batches]).sum().to(accelerator.device), "sum")
+    weight = accelerator.reduce(
+        torch.stack([b.weight.sum() for b in batches]).sum().to(accelerator.device), "sum"
+    )
     stream = (config.seed * 1_000_003 + step) * accelerator.num_processes + accelerator.process_index
     generator = torch.Generator().manual_seed(stream)
     sums: dict[str, Tensor] = {}
     for batch in batches:
         # Gradients are averaged over processes, so each contributes its sum times their number.
-        scaled = replace(batch, weight=batch.weight * (accelerator.num_processes / weight.cpu())).to(accelerator.device)
+        scaled = replace(batch, weight=batch.weight * (accelerator.num_processes / weight.cpu())).to(
+            accelerator.device
+        )
         outcome = model(scaled, Progress(step, total, generator))
         accelerator.backward(outcome.loss)
         logged = {"loss": outcome.loss, "ce": outcome.cross_entropy, "hits": outcome.slot_hits}
@@ -147,18 +157,27 @@ def _step(
         optimizer.zero_grad(set_to_none=True)
     loss = float(sums["loss"])
     if not math.isfinite(loss):
-        raise ProbeError(f"The loss became {loss} at step {step}; resume from the last checkpoint with a lower --lr.")
+        raise ProbeError(
+            f"The loss became {loss} at step {step}; resume from the last checkpoint with a lower --lr."
+        )
     accuracy = (sums["hits"] / sums["counts"].clamp(min=1)).tolist()
     parts = {k: float(v) for k, v in sums.items() if k not in ("loss", "ce", "hits", "counts")}
     lr = optimizers[0].param_groups[0]["lr"]
-    return StepReport(step + 1, total, 0, loss, float(sums["ce"]), tuple(accuracy), lr, float(norm), 0.0, parts)
+    return StepReport(
+        step + 1, total, 0, loss, float(sums["ce"]), tuple(accuracy), lr, float(norm), 0.0, parts
+    )
 
 
 class _Batches:
     """Micro-batches of each step, read from the memory map one step ahead of use."""
 
     def __init__(
-        self, store: FeatureStore, indices: list[int] | None, config: TrainConfig, block_size: int, accelerator: Accelerator
+        self,
+        store: FeatureStore,
+        indices: list[int] | None,
+        config: TrainConfig,
+        block_size: int,
+        accelerator: Accelerator,
     ) -> None:
         self.store, self.config, self.block_size = store, config, block_size
         self.indices = list(range(len(store))) if indices is None else indices
@@ -168,7 +187,9 @@ class _Batches:
         self.lengths = [lengths[i] for i in self.indices]
         self.per_epoch = len(visiting_order(self.lengths, config.sequences, config.seed, 0))
         if not self.per_epoch:
-            raise UsageError(f"{len(self.indices)} usable sequences do not fill one batch of {config.sequences}.")
+            raise UsageError(
+                f"{len(self.indices)} usable sequences do not fill one batch of {config.sequences}."
+            )
 
     def steps(self, first: int, last: int) -> Iterator[tuple[int, list[Batch]]]:
         with ThreadPoolExecutor(1) as pool:
@@ -190,7 +211,11 @@ class _Batches:
         sequences = [self.store[self.indices[i]] for i in order[place]]
         anchors = [sample_anchors(s, config.anchors, generator) for s in sequences]
         return make_batch(
-            sequences, anchors, block_size=self.block_size, gamma=config.gamma, anchors_per_sequence=config.anchors
+            sequences,
+            anchors,
+            block_size=self.block_size,
+            gamma=config.gamma,
+            anchors_per_sequence=config.anchors,
         )
 
 
@@ -204,7 +229,9 @@ def make_optimizers(draft: Draft, config: TrainConfig) -> list[torch.optim.Optim
     if matrices:
         muon = torch.optim.Muon(matrices, lr=config.lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
         optimizers.append(muon)
-    optimizers.append(torch.optim.AdamW(others, lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True))
+    optimizers.append(
+        torch.optim.AdamW(others, lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    )
     return optimizers
 
 
@@ -222,7 +249,9 @@ def _set_lr(optimizers: list[torch.optim.Optimizer], config: TrainConfig, step: 
             group["lr"] = learning_rate(config, step, total)
 
 
-def _save(folder: Path, config: TrainConfig, draft: Draft, optimizers: list[torch.optim.Optimizer], step: int) -> None:
+def _save(
+    folder: Path, config: TrainConfig, draft: Draft, optimizers: list[torch.optim.Optimizer], step: int
+) -> None:
     state = {
         "step": step,
         "config": asdict(config),
@@ -242,7 +271,9 @@ def _resume(folder: Path, config: TrainConfig, draft: Draft, optimizers: list[to
     state = torch.load(path, map_location="cpu", weights_only=True)
     if state["config"] != asdict(config):
         changed = [k for k, v in asdict(config).items() if state["config"].get(k) != v]
-        raise UsageError(f"{folder} was trained with other settings ({', '.join(changed)}); choose another output folder.")
+        raise UsageError(
+            f"{folder} was trained with other settings ({', '.join(changed)}); choose another output folder."
+        )
     draft.load_state_dict(state["draft"])
     for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(saved)
@@ -252,7 +283,10 @@ def _resume(folder: Path, config: TrainConfig, draft: Draft, optimizers: list[to
 
 def _write_metrics(folder: Path, report: StepReport) -> None:
     path = folder / "metrics.csv"
-    row = asdict(report) | {"slot_accuracy": json.dumps(report.slot_accuracy), "parts": json.dumps(report.parts)}
+    row = asdict(report) | {
+        "slot_accuracy": json.dumps(report.slot_accuracy),
+        "parts": json.dumps(report.parts),
+    }
     fresh = not path.exists()
     with open(path, "a", newline="") as file:
         writer = csv.DictWriter(file, row)

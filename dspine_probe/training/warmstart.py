@@ -8,6 +8,7 @@ made for. Query and key norms, which a Llama target lacks, start at the scale it
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from jaxtyping import Int
@@ -25,19 +26,22 @@ def warm_start(
     depth = len(draft.blocks)
     layers = tuple(range(target.num_layers - depth, target.num_layers)) if layers is None else tuple(layers)
     if len(layers) != depth or not all(0 <= layer < target.num_layers for layer in layers):
-        raise UsageError(f"warm start needs {depth} of the target's layers 0…{target.num_layers - 1}, got {list(layers)}.")
+        raise UsageError(
+            f"warm start needs {depth} of the target's layers 0…{target.num_layers - 1}, got {list(layers)}."
+        )
     sources = target.model.base_model.layers
     scales = _qk_scales(target, layers, sample)
     with torch.no_grad():
         for block, layer, scale in zip(draft.blocks, layers, scales, strict=True):
-            _copy_layer(block, sources[layer], scale)
+            _copy_layer(cast(Block, block), sources[layer], scale)
         draft.ln_final.weight.copy_(target.model.base_model.norm.weight)
         draft.hidden_norm.weight.fill_(1.0)
         _read_last_tap(draft.fc, draft.config.hidden_size)
 
 
-def _copy_layer(block: Block, source: nn.Module, scale: tuple[float, float]) -> None:
-    attention, gain = source.self_attn, source.input_layernorm.weight.float()
+def _copy_layer(block: Block, source: Any, scale: tuple[float, float]) -> None:
+    attention: Any = source.self_attn
+    gain = source.input_layernorm.weight.float()
     for name in ("q_proj", "k_proj", "v_proj"):
         getattr(block.attn, name).weight.copy_(getattr(attention, name).weight.float() * gain)
     block.ln1.weight.fill_(1.0)
@@ -58,7 +62,9 @@ def _read_last_tap(fc: nn.Linear, hidden_size: int) -> None:
     fc.weight[:, -hidden_size:].fill_diagonal_(1.0)
 
 
-def _qk_scales(target: Target, layers: Sequence[int], sample: Int[Tensor, "batch ctx"]) -> list[tuple[float, float]]:
+def _qk_scales(
+    target: Target, layers: Sequence[int], sample: Int[Tensor, "batch ctx"]
+) -> list[tuple[float, float]]:
     """Root-mean-square of the target's queries and keys in each layer."""
     seen: dict[tuple[int, str], float] = {}
 

@@ -1,0 +1,140 @@
+"""Commands that make drafts: cache the target's states, train, write a checkpoint. Registered in `cli`."""
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from dspine_probe.target import Target
+
+LOG_SECONDS = 10.0
+
+
+def features(
+    folder: Annotated[Path, typer.Argument(help="Where the states go; a rerun resumes.")],
+    corpus: Annotated[list[Path], typer.Option(help="A packed corpus; repeat for several.")],
+    prompts: Annotated[
+        Path | None, typer.Option(help="Prompts file of corpora that were saved without prompts.")
+    ] = None,
+    boxed_share: Annotated[float, typer.Option(help="As it was in generate-data.")] = 0.0,
+    taps: Annotated[
+        str | None, typer.Option(help="Target blocks to tap, as 1,8,15; default: five spread.")
+    ] = None,
+    target: Annotated[str, typer.Option(help="'embedded', a hub id or a folder.")] = "embedded",
+) -> None:
+    """Run the target over corpora and keep its tapped states (about 7 KB a token for the embedded target)."""
+    from dspine_probe.config import check_taps, default_taps
+    from dspine_probe.prompts import load_prompts
+    from dspine_probe.training.regenerate import encode_prompts
+    from dspine_probe.training.run import cache_features, collect
+
+    model = bfloat16_target(target)
+    layers = default_taps(model.num_layers) if taps is None else parse_taps(taps)
+    check_taps(layers, model.num_layers)
+    known = None if prompts is None else encode_prompts(model, load_prompts(prompts), boxed_share=boxed_share)
+    examples = collect(corpus, known)
+    console = Console(stderr=True, highlight=False)
+    began = last = time.monotonic()
+
+    def show(done: int, total: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= LOG_SECONDS or done == total:
+            last = now
+            left = (total - done) * (now - began) / done / 60
+            console.print(f"features: {done:,} of {total:,} tokens, {left:.1f} min left")
+
+    store = cache_features(model, examples, folder, taps=layers, on_batch=show)
+    typer.echo(f"{len(store):,} sequences, {store.meta.tokens:,} tokens in {folder}")
+
+
+def train(
+    kind: Annotated[str, typer.Argument(help="dflash or dspine.")],
+    output: Annotated[Path, typer.Argument(help="Checkpoint folder to write.")],
+    features: Annotated[Path, typer.Option(help="A folder made by `features`.")],
+    blocks: Annotated[int, typer.Option(min=1, help="Blocks to train on, in all.")],
+    work: Annotated[
+        Path | None, typer.Option(help="Where the run keeps its state and metrics; default: OUTPUT.run.")
+    ] = None,
+    target: Annotated[str, typer.Option(help="'embedded', a hub id or a folder.")] = "embedded",
+    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 6e-4,
+    optimizer: Annotated[str, typer.Option(help="adamw or muon.")] = "adamw",
+    sequences: Annotated[int, typer.Option(min=1, help="Sequences of a micro-batch.")] = 8,
+    anchors: Annotated[int, typer.Option(min=1, help="Anchors per sequence.")] = 32,
+    accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches of a step.")] = 1,
+    gamma: Annotated[float, typer.Option(help="Decay of the slot weights, in slots.")] = 4.0,
+    draft_vocab: Annotated[int, typer.Option(min=0, help="Most frequent tokens to propose; 0: all.")] = 8192,
+    layers: Annotated[int, typer.Option(min=1)] = 5,
+    block_size: Annotated[int, typer.Option(min=2)] = 8,
+    warm: Annotated[bool, typer.Option(help="Start from the target's last layers.")] = True,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
+) -> None:
+    """Train a draft; the same command goes on where it was stopped. Several devices: under `accelerate launch`."""
+    import torch
+
+    from dspine_probe.training.features import FeatureStore
+    from dspine_probe.training.run import DraftPlan, Reports, train_draft
+    from dspine_probe.training.trainer import StepReport, TrainConfig
+    from dspine_probe.training.validation import Validation
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    console = Console(stderr=True, highlight=False)
+    began = time.monotonic()
+
+    def log(report: StepReport) -> None:
+        slots = " ".join(f"{share:.2f}" for share in report.slot_accuracy)
+        left = ""
+        if report.slots_per_second:
+            per_step = report.blocks * (block_size - 1) / report.step / report.slots_per_second
+            left = f", {(report.total_steps - report.step) * per_step / 60:.0f} min left"
+        console.print(
+            f"step {report.step}/{report.total_steps}: CE {report.cross_entropy:.3f}, slots {slots}, "
+            f"{report.slots_per_second:,.0f} slots/s{left}"
+        )
+
+    def checked(step: int, found: Validation) -> None:
+        minutes = (time.monotonic() - began) / 60
+        console.print(
+            f"step {step}: held out {found.tokens_per_anchor:.3f} tokens per anchor ({minutes:.0f} min)"
+        )
+
+    config = TrainConfig(
+        blocks=blocks,
+        sequences=sequences,
+        anchors=anchors,
+        accumulate=accumulate,
+        lr=lr,
+        gamma=gamma,
+        optimizer=optimizer,
+        seed=seed,
+    )
+    plan = DraftPlan(kind, layers, block_size, draft_vocab or None, warm)
+    store = FeatureStore.open(features)
+    run = work or output.with_name(output.name + ".run")
+    train_draft(plan, bfloat16_target(target), store, config, run, output, reports=Reports(log, checked))
+    typer.echo(f"checkpoint in {output}")
+
+
+def parse_taps(text: str) -> tuple[int, ...]:
+    """`1,8,15` as numbers."""
+    from dspine_probe.errors import UsageError
+
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise UsageError(f"--taps {text!r} is not a list of block numbers; write it as 1,8,15.") from None
+
+
+def bfloat16_target(name: str) -> "Target":
+    """The target in the dtype that data and training use, on a GPU where there is one."""
+    import torch
+
+    from dspine_probe.target import Target
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return Target.load(name, dtype=torch.bfloat16, device=device)

@@ -1,0 +1,145 @@
+"""A training run from corpora to a checkpoint, as the command line performs it.
+
+`collect` joins packed corpora, `cache_features` computes the target's states for them, `train_draft` makes a draft of
+a kind, warm-starts it, trains it and writes the checkpoint with its card.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from dspine_probe import __version__
+from dspine_probe.drafts import Draft
+from dspine_probe.drafts.checkpoint import save_draft
+from dspine_probe.errors import UsageError
+from dspine_probe.target import Target
+from dspine_probe.training.corpus import Corpus, Example
+from dspine_probe.training.features import FeatureStore, build_features
+from dspine_probe.training.recipes import frequent_tokens, new_draft
+from dspine_probe.training.trainer import StepReport, TrainConfig, train
+from dspine_probe.training.validation import Validation, split, validate
+from dspine_probe.training.warmstart import warm_start
+
+_WARM_SAMPLE = 8
+
+
+@dataclass(frozen=True)
+class DraftPlan:
+    """What to make: kind, depth, width of the block, and how many frequent tokens it may propose (None: all)."""
+
+    kind: str
+    layers: int = 5
+    block_size: int = 8
+    draft_vocab: int | None = 8192
+    warm: bool = True
+
+
+@dataclass(frozen=True)
+class Reports:
+    """Who is told about a run: every logged step, and every validation."""
+
+    on_log: Callable[[StepReport], None] | None = None
+    on_validation: Callable[[int, Validation], None] | None = None
+
+
+def collect(folders: Sequence[Path], prompts: Mapping[str, Sequence[int]] | None = None) -> list[Example]:
+    """Examples of all corpora; `prompts` supplies the token ids that a corpus was saved without."""
+    examples = [example for folder in folders for example in Corpus.load(folder, prompts).examples]
+    if len({example.id for example in examples}) < len(examples):
+        raise UsageError(f"{', '.join(map(str, folders))} share prompt ids; give each corpus once.")
+    return examples
+
+
+def cache_features(
+    target: Target,
+    examples: Sequence[Example],
+    folder: Path,
+    *,
+    taps: Sequence[int],
+    on_batch: Callable[[int, int], None] | None = None,
+) -> FeatureStore:
+    """The target's states for every example, built or resumed in `folder`."""
+    return build_features(target, examples, taps, folder, on_batch=on_batch)
+
+
+def train_draft(
+    plan: DraftPlan,
+    target: Target,
+    store: FeatureStore,
+    config: TrainConfig,
+    work: Path,
+    output: Path,
+    *,
+    reports: Reports = Reports(),
+) -> Draft:
+    """Train a new draft on `store`, or resume the run in `work`, and write its checkpoint to `output`."""
+    train_on, held_out = split(store.meta.ids)
+    draft = _start(plan, target, store, train_on, config.seed)
+    began = time.monotonic()
+    train(
+        draft,
+        store,
+        config,
+        work,
+        indices=train_on,
+        held_out=held_out,
+        on_log=reports.on_log,
+        on_validation=reports.on_validation,
+    )
+    final = validate(draft, store, held_out)
+    save_draft(draft, output, card=_card(plan, target, store, config, final, time.monotonic() - began))
+    return draft
+
+
+def _start(plan: DraftPlan, target: Target, store: FeatureStore, train_on: list[int], seed: int) -> Draft:
+    """An untrained draft; what is random in it depends on the seed alone."""
+    vocabulary = None
+    if plan.draft_vocab is not None:
+        responses = (s.tokens[s.prompt_length :].tolist() for s in (store[i] for i in train_on))
+        vocabulary = frequent_tokens(responses, plan.draft_vocab, target.vocab_size)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        draft = new_draft(
+            plan.kind,
+            target,
+            layers=plan.layers,
+            block_size=plan.block_size,
+            taps=store.meta.taps,
+            vocabulary=None if vocabulary is None else vocabulary.to(target.device),
+        ).to(target.device)
+    if plan.warm:
+        rows = [store[i].tokens for i in train_on[:_WARM_SAMPLE]]
+        length = min(len(row) for row in rows)
+        warm_start(draft, target, torch.stack([row[:length] for row in rows]).to(target.device))
+    return draft
+
+
+def _card(
+    plan: DraftPlan,
+    target: Target,
+    store: FeatureStore,
+    config: TrainConfig,
+    final: Validation,
+    seconds: float,
+) -> str:
+    responses = store.meta.tokens - sum(store.meta.prompt_lengths)
+    survival = " ".join(f"{share:.3f}" for share in final.survival)
+    settings = "\n".join(f"| {name} | {value} |" for name, value in (asdict(plan) | asdict(config)).items())
+    return f"""# {plan.kind} for {target.name}
+
+A block-parallel draft for speculative decoding, trained by dspine_probe {__version__} on the target's own greedy
+answers: {len(store):,} sequences, {responses:,} response tokens, taps {list(store.meta.taps)}. The last call of the
+training loop took {seconds / 60:.0f} minutes on {target.device.type}.
+
+Held-out sequences, {final.anchors:,} evenly spaced anchors: {final.tokens_per_anchor:.3f} tokens per anchor; survival
+by slot {survival}. (Acceptance lengths by set: `dspine-probe evaluate`.)
+
+| setting | value |
+|---|---|
+{settings}
+"""
