@@ -72,9 +72,13 @@ class DraftConfig:
 
     def __post_init__(self) -> None:
         if self.architecture not in ARCHITECTURES:
-            raise UsageError(f"Draft architecture {self.architecture!r} is unknown; known are {ARCHITECTURES}.")
+            raise UsageError(
+                f"Draft architecture {self.architecture!r} is unknown; known are {ARCHITECTURES}."
+            )
         if self.block_size < 2:
-            raise UsageError(f"block_size is {self.block_size}; a block needs the anchor and at least one draft slot (2).")
+            raise UsageError(
+                f"block_size is {self.block_size}; a block needs the anchor and at least one draft slot (2)."
+            )
         if self.num_attention_heads % self.num_key_value_heads:
             raise UsageError(
                 f"{self.num_attention_heads} heads cannot share {self.num_key_value_heads} key/value heads evenly."
@@ -141,7 +145,9 @@ class DraftConfig:
                 **fields,
             )
         except (KeyError, IndexError, TypeError) as error:
-            raise UsageError(f"The draft's config.json is not in the public DFlash/DSpine layout: {error}.") from error
+            raise UsageError(
+                f"The draft's config.json is not in the public DFlash/DSpine layout: {error}."
+            ) from error
 
 
 _FLAT_KEYS = (

@@ -39,7 +39,9 @@ class TransferSpace:
         """
         vocab, d_model = head.shape
         if not 1 <= rank <= min(d_model, vocab - 1):
-            raise UsageError(f"transfer rank {rank} does not fit a {vocab} × {d_model} head; use 1…{min(d_model, vocab - 1)}.")
+            raise UsageError(
+                f"transfer rank {rank} does not fit a {vocab} × {d_model} head; use 1…{min(d_model, vocab - 1)}."
+            )
         rows = _unit_rows(head)
         mean = rows.mean(0)
         centred = rows - mean
@@ -47,7 +49,9 @@ class TransferSpace:
         values, vectors = torch.linalg.eigh(scatter.double())
         values, vectors = values.flip(0)[:rank], vectors.flip(1)[:, :rank]
         if values[-1] <= 1e-7 * vocab:  # rounding noise of the fp32 scatter
-            raise UsageError(f"the head has fewer than {rank} independent directions; choose a smaller transfer rank.")
+            raise UsageError(
+                f"the head has fewer than {rank} independent directions; choose a smaller transfer rank."
+            )
         peak = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))
         vectors = vectors * peak.sign()
         return cls(mean, vectors.float(), values.float(), float(scatter.trace()))

@@ -55,7 +55,9 @@ def toy_draft(
         for name, parameter in draft.named_parameters():
             start = name.startswith("injection.") and not writes
             if parameter.ndim == 2 and not start:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[1] ** -0.5)
+                parameter.copy_(
+                    torch.randn(parameter.shape, generator=generator) * parameter.shape[1] ** -0.5
+                )
     return draft.eval()
 
 
