@@ -77,6 +77,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     temporary = _temporary_beside(path)
     try:
         write(temporary)
+        _use_ordinary_mode(temporary)
         _flush(temporary)
         os.replace(temporary, path)
     except Exception as error:
@@ -136,10 +137,14 @@ def _temporary_beside(path: Path) -> Path:
             f"{path} cannot be written ({error.strerror}); name a folder you can write to"
         ) from error
     os.close(handle)
+    return Path(name)
+
+
+def _use_ordinary_mode(path: Path) -> None:
+    # mkstemp gives 0600, and some writers put such a file of their own in its place
     umask = os.umask(0)
     os.umask(umask)
-    os.chmod(name, 0o666 & ~umask)  # mkstemp gives 0600, which would outlive the rename
-    return Path(name)
+    os.chmod(path, 0o666 & ~umask)
 
 
 def _flush(path: Path) -> None:
