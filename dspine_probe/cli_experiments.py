@@ -18,7 +18,7 @@ def evaluate(
     ] = None,
     target: Annotated[str, typer.Option(help="'embedded', a hub id or a folder.")] = "embedded",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 256,
-    limit: Annotated[int | None, typer.Option(min=1, help="Most prompts of each set.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Most prompts of each file.")] = None,
     output: Annotated[
         Path | None, typer.Option(help="Folder for acceptance.csv and acceptance.json.")
     ] = None,
