@@ -70,6 +70,10 @@ def train(
     layers: Annotated[int, typer.Option(min=1)] = 5,
     block_size: Annotated[int, typer.Option(min=2)] = 8,
     warm: Annotated[bool, typer.Option(help="Start from the target's last layers.")] = True,
+    mask_token: Annotated[
+        int | None,
+        typer.Option(help="Unused embedding row; default: the known one of the target's vocabulary."),
+    ] = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
 ) -> None:
@@ -113,7 +117,7 @@ def train(
         optimizer=optimizer,
         seed=seed,
     )
-    plan = DraftPlan(kind, layers, block_size, draft_vocab or None, warm)
+    plan = DraftPlan(kind, layers, block_size, draft_vocab or None, warm, mask_token)
     store = FeatureStore.open(features)
     run = work or output.with_name(output.name + ".run")
     train_draft(plan, bfloat16_target(target), store, config, run, output, reports=Reports(log, checked))

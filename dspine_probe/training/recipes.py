@@ -25,6 +25,7 @@ def new_draft(
     taps: tuple[int, ...] | None = None,
     vocabulary: Int[Tensor, "draft_vocab"] | None = None,
     spine: DSpineConfig | None = None,
+    mask_token_id: int | None = None,
     causal: bool | None = None,
 ) -> Draft:
     """An untrained draft of the target's own layer geometry.
@@ -47,7 +48,7 @@ def new_draft(
         head_dim=target.head_dim,
         vocab_size=target.vocab_size,
         block_size=block_size,
-        mask_token_id=choose_mask_token(target),
+        mask_token_id=choose_mask_token(target) if mask_token_id is None else mask_token_id,
         target_layer_ids=taps or default_taps(target.num_layers),
         num_target_layers=target.num_layers,
         is_causal=is_spine if causal is None else causal,

@@ -37,6 +37,7 @@ class DraftPlan:
     block_size: int = 8
     draft_vocab: int | None = 8192
     warm: bool = True
+    mask_token_id: int | None = None
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,7 @@ def _start(plan: DraftPlan, target: Target, store: FeatureStore, train_on: list[
             target,
             layers=plan.layers,
             block_size=plan.block_size,
+            mask_token_id=plan.mask_token_id,
             taps=store.meta.taps,
             vocabulary=None if vocabulary is None else vocabulary.to(target.device),
         ).to(target.device)
