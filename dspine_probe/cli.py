@@ -133,6 +133,7 @@ def generate_data(
         batch_size=batch_size,
         token_budget=tokens,
         worker=part,
+        notes={"prompts": prompts.name, "boxed_share": boxed_share},
     )
     if without_prompts:
         corpus.save(folder, include_prompts=False)

@@ -79,6 +79,7 @@ def regenerate(
     batch_size: int = 192,
     token_budget: int | None = None,
     worker: Worker = ALONE,
+    notes: Mapping[str, Any] | None = None,
 ) -> Corpus:
     """Answer prompts in their order until the budget is reached, then pack the folder.
 
@@ -93,6 +94,7 @@ def regenerate(
         token_budget: kept response tokens of all workers together; rows in flight when it is reached are finished,
             so that short answers are not favoured. None answers every prompt.
         worker: which share of the prompts this process takes.
+        notes: added to the meta of the corpus, such as where the prompts come from.
 
     Raises:
         UsageError: the folder belongs to a run with other settings.
@@ -108,7 +110,7 @@ def regenerate(
         token_budget=worker.share(token_budget),
         worker=worker,
     )
-    return pack(target, folder)
+    return pack(target, folder, notes)
 
 
 def answer(
