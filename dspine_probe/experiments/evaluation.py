@@ -1,7 +1,8 @@
 """From prompts to acceptance: the target answers greedily once, then every draft is walked over the same answers.
 
 Answers and states are computed once and shared by all drafts, so drafts are compared on equal text. Rounds are exact
-(see `decoding.offline`); no draft is decoded for real here. Entry point: `evaluate`.
+(see `decoding.offline`); no draft is decoded for real here. Entry points: `evaluate`; or its
+halves `answer_prompts` and `accept`, with `tapped` for the states that a draft reads.
 """
 
 from __future__ import annotations
@@ -59,17 +60,65 @@ def evaluate(
     Raises:
         UsageError: no draft, no prompt, or a prompt that does not fit the target.
     """
+    report = on_progress or _silent
+    answers = answer_prompts(
+        target, prompts, max_new_tokens=max_new_tokens, batch_size=batch_size, on_progress=report
+    )
+    return accept(
+        target,
+        drafts,
+        prompts,
+        answers,
+        max_new_tokens=max_new_tokens,
+        batch_size=batch_size,
+        seed=seed,
+        on_progress=report,
+    )
+
+
+def answer_prompts(
+    target: Target,
+    prompts: Sequence[Prompt],
+    *,
+    max_new_tokens: int,
+    batch_size: int = 16,
+    on_progress: Progress | None = None,
+) -> list[Completion]:
+    """The target's greedy answers, in the order of the prompts."""
+    report, done = on_progress or _silent, 0
+
+    def count(_index: int, _completion: Completion) -> None:
+        nonlocal done
+        done += 1
+        report(ANSWERS, done, len(prompts))
+
+    encoded = [target.encode_chat(prompt.text) for prompt in prompts]
+    return generate_greedy(
+        target, encoded, max_new_tokens=max_new_tokens, batch_size=batch_size, on_complete=count
+    )
+
+
+def accept(
+    target: Target,
+    drafts: Mapping[str, Draft],
+    prompts: Sequence[Prompt],
+    answers: Sequence[Completion],
+    *,
+    max_new_tokens: int,
+    batch_size: int = 16,
+    seed: int = 0,
+    on_progress: Progress | None = None,
+) -> AcceptanceResult:
+    """Walk every draft over answers already written (`answer_prompts`); arguments as for `evaluate`."""
     if not drafts or not prompts:
         raise UsageError(
             f"evaluation was given {len(drafts)} drafts and {len(prompts)} prompts; give one or more of both"
         )
     report = on_progress or _silent
-    encoded = [target.encode_chat(prompt.text) for prompt in prompts]
-    answers = _answer(target, encoded, max_new_tokens, batch_size, report)
     found: dict[tuple[str, int], RequestCounts] = {}
     walked = 0
     for part in _batches(answers, batch_size):
-        for name, rows in _tapped(target, drafts, [answers[i] for i in part]):
+        for name, rows in tapped(target, drafts, [answers[i] for i in part]):
             draft = drafts[name]
             for i, rounds in zip(part, walk(draft, rows, batch_size=batch_size), strict=True):
                 stopped, slots = answers[i].finish == "stop", draft.config.num_slots
@@ -89,21 +138,6 @@ def evaluate(
     return AcceptanceResult(requests, config, seed)
 
 
-def _answer(
-    target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int, batch_size: int, report: Progress
-) -> list[Completion]:
-    done = 0
-
-    def count(_index: int, _completion: Completion) -> None:
-        nonlocal done
-        done += 1
-        report(ANSWERS, done, len(prompts))
-
-    return generate_greedy(
-        target, prompts, max_new_tokens=max_new_tokens, batch_size=batch_size, on_complete=count
-    )
-
-
 def _batches(answers: Sequence[Completion], batch_size: int) -> Iterator[list[int]]:
     """Answers of similar length together."""
     order = sorted(range(len(answers)), key=lambda i: len(answers[i].response_ids))
@@ -111,7 +145,7 @@ def _batches(answers: Sequence[Completion], batch_size: int) -> Iterator[list[in
         yield order[start : start + batch_size]
 
 
-def _tapped(
+def tapped(
     target: Target, drafts: Mapping[str, Draft], answers: Sequence[Completion]
 ) -> Iterator[tuple[str, list[TappedAnswer]]]:
     """For each draft the answers with the states it reads, from one pass of the target over all taps in use."""

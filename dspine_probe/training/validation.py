@@ -1,7 +1,7 @@
 """How a draft does on held-out text while it trains: tokens it would commit from a fixed set of anchors.
 
 Averaged over all anchors alike this is not the acceptance length of decoding, where long runs skip anchors
-(`experiments.acceptance` walks those), but it moves with it and needs one pass.
+(`decoding.offline` walks those), but it moves with it and needs one pass.
 """
 
 from __future__ import annotations
