@@ -10,7 +10,6 @@ them. Entry points: `run_with_cache`, `run_with_hooks`, `hooks`, `hook_table`.
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -24,11 +23,11 @@ from torch import Tensor, nn
 from transformer_lens import ActivationCache, HookedRootModule
 from transformer_lens.hook_points import HookPoint, LensHandle
 
-from dspine_probe.drafts.backbone import Backbone, Context
+from dspine_probe.drafts import Context, Draft
 from dspine_probe.errors import ProbeError, UsageError
+from dspine_probe.hook_checks import Hook, adapted, checked, refuse_frozen
 from dspine_probe.hook_names import HookRow, describe
 
-Hook = Callable[[Tensor, HookPoint], Tensor | None]
 Names = str | Collection[str] | Callable[[str], bool] | None
 Seam = tuple[nn.Module, str, nn.Module]
 
@@ -36,7 +35,10 @@ Seam = tuple[nn.Module, str, nn.Module]
 class HookedDraft(HookedRootModule):
     """A draft whose marked values can be read and edited."""
 
-    def __init__(self, draft: Backbone) -> None:
+    draft: Draft
+    hook_dict: dict[str, HookPoint]
+
+    def __init__(self, draft: Draft) -> None:
         """Hook `draft`, which stays usable by itself.
 
         Raises:
@@ -176,8 +178,8 @@ class HookedDraft(HookedRootModule):
             UsageError: a name is unknown or a hook cannot be called with (tensor, hook point); nothing is hooked then.
         """
         self._refuse_unusable()
-        forward = [(name, _checked(fn)) for names, fn in fwd_hooks for name in self.names(names)]
-        backward = [(name, _caller(fn)) for names, fn in bwd_hooks for name in self.names(names)]
+        forward = [(name, checked(fn)) for names, fn in fwd_hooks for name in self.names(names)]
+        backward = [(name, adapted(fn)) for names, fn in bwd_hooks for name in self.names(names)]
         with super().hooks(forward, backward):
             yield self
 
@@ -192,7 +194,7 @@ class HookedDraft(HookedRootModule):
     ) -> list[LensHandle]:
         """A hook that stays until `reset_hooks()` or `close()`; prefer `hooks()`. Arguments as in TransformerLens."""
         self._refuse_unusable()
-        wrapped = _checked(hook) if dir == "fwd" else _caller(hook)
+        wrapped = checked(hook) if dir == "fwd" else adapted(hook)
         handles = []
         for point in (self.hook_dict[n] for n in self.names(name)):
             handle = point.add_hook(wrapped, dir=dir, is_permanent=is_permanent, level=level, prepend=prepend)
@@ -259,83 +261,12 @@ class HookedDraft(HookedRootModule):
         refuse_frozen(self)
 
 
-def refuse_frozen(module: nn.Module) -> None:
-    """Refuse modules that would run past their hooks.
-
-    Raises:
-        UsageError: a part is compiled, scripted or replaced by a captured graph, or a CUDA graph is being captured.
-    """
-    if torch.compiler.is_compiling() or (
-        torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    ):
-        raise UsageError("hooks cannot act inside torch.compile or a CUDA graph; run the draft eagerly.")
-    for name, part in module.named_modules():
-        if isinstance(part, torch.jit.ScriptModule) or _is_compiled(part):
-            where = f"its part {name!r}" if name else "it"
-            raise UsageError(
-                f"hooks on this {type(module).__name__} would be ignored because {where} is compiled or "
-                "graph-captured; hook the draft before compiling it, or load it again."
-            )
-
-
-def _is_compiled(part: nn.Module) -> bool:
-    # torch.compile(module) wraps, module.compile() sets the second, graphed and compiled callables replace `forward`.
-    replaced = "forward" in vars(part) or any(
-        hasattr(v, "_torchdynamo_orig_callable") for v in vars(part).values()
-    )
-    return hasattr(part, "_orig_mod") or part._compiled_call_impl is not None or replaced
-
-
-def _caller(hook: Hook) -> Callable[..., Tensor | None]:
-    """The hook in TransformerLens' calling form, whatever its second parameter is called."""
-    try:
-        signature = inspect.signature(hook)
-    except (TypeError, ValueError):
-        raise UsageError(f"{hook!r} is no hook; give a function of (tensor, hook point).") from None
-    if _binds(signature, 2):
-        return lambda tensor, *, hook, call=hook: call(tensor, hook)
-    if _binds(signature, 1, "hook"):
-        return hook
-    raise UsageError(f"the hook {hook!r} takes {signature}; it must take (tensor, hook point).")
-
-
-def _binds(signature: inspect.Signature, positional: int, *keywords: str) -> bool:
-    try:
-        signature.bind(*[None] * positional, **dict.fromkeys(keywords))
-    except TypeError:
-        return False
-    return True
-
-
-def _checked(hook: Hook) -> Callable[..., Tensor | None]:
-    call = _caller(hook)
-
-    def run(tensor: Tensor, *, hook: HookPoint) -> Tensor | None:
-        edited = call(tensor, hook=hook)
-        if edited is not None:
-            _refuse_misfit(edited, tensor, hook.name)
-        return edited
-
-    return run
-
-
-def _refuse_misfit(edited: Any, original: Tensor, name: str | None) -> None:
-    if not isinstance(edited, Tensor):
-        raise UsageError(f"the hook on {name} returned a {type(edited).__name__}; return a tensor or None.")
-    for what in ("shape", "dtype", "device"):
-        given, wanted = getattr(edited, what), getattr(original, what)
-        if given != wanted:
-            if what == "shape":
-                given, wanted = tuple(given), tuple(wanted)
-            raise UsageError(f"the hook on {name} returned {what} {given}; this hook point carries {wanted}.")
-
-
 def _put_back(seams: list[Seam]) -> None:
     for parent, name, identity in seams:
         setattr(parent, name, identity)
 
 
-def _lens_config(draft: Backbone) -> SimpleNamespace:
+def _lens_config(draft: Draft) -> SimpleNamespace:
     """The fields by which an ActivationCache finds its way."""
     config = draft.config
     return SimpleNamespace(
