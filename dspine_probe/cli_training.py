@@ -20,6 +20,10 @@ def features(
         Path | None, typer.Option(help="Prompts file of corpora that were saved without prompts.")
     ] = None,
     boxed_share: Annotated[float, typer.Option(help="As it was in generate-data.")] = 0.0,
+    worker: Annotated[
+        int, typer.Option(help="Which of several processes this is; each needs its own folder.")
+    ] = 0,
+    workers: Annotated[int, typer.Option(min=1, help="How many processes share the corpora.")] = 1,
     taps: Annotated[
         str | None, typer.Option(help="Target blocks to tap, as 1,8,15; default: five spread.")
     ] = None,
@@ -35,7 +39,7 @@ def features(
     layers = default_taps(model.num_layers) if taps is None else parse_taps(taps)
     check_taps(layers, model.num_layers)
     known = None if prompts is None else encode_prompts(model, load_prompts(prompts), boxed_share=boxed_share)
-    examples = collect(corpus, known)
+    examples = collect(corpus, known)[worker::workers]
     console = Console(stderr=True, highlight=False)
     began = last = time.monotonic()
 
@@ -54,7 +58,7 @@ def features(
 def train(
     kind: Annotated[str, typer.Argument(help="dflash or dspine.")],
     output: Annotated[Path, typer.Argument(help="Checkpoint folder to write.")],
-    features: Annotated[Path, typer.Option(help="A folder made by `features`.")],
+    features: Annotated[list[Path], typer.Option(help="A folder made by `features`; repeat for several.")],
     blocks: Annotated[int, typer.Option(min=1, help="Blocks to train on, in all.")],
     work: Annotated[
         Path | None, typer.Option(help="Where the run keeps its state and metrics; default: OUTPUT.run.")
@@ -118,7 +122,7 @@ def train(
         seed=seed,
     )
     plan = DraftPlan(kind, layers, block_size, draft_vocab or None, warm, mask_token)
-    store = FeatureStore.open(features)
+    store = FeatureStore.open(*features)
     run = work or output.with_name(output.name + ".run")
     train_draft(plan, bfloat16_target(target), store, config, run, output, reports=Reports(log, checked))
     typer.echo(f"checkpoint in {output}")

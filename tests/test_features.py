@@ -69,6 +69,20 @@ def test_a_finished_store_is_not_computed_again(target, tmp_path: Path) -> None:
     assert not calls
 
 
+def test_several_stores_read_as_one(target, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    whole = build_features(target, examples(), TAPS, tmp_path / "whole")
+    build_features(target, examples()[:2], TAPS, tmp_path / "a")
+    build_features(target, examples()[2:], TAPS, tmp_path / "b")
+    joined = FeatureStore.open(tmp_path / "a", tmp_path / "b")
+    assert joined.meta == whole.meta
+    for index in range(5):
+        torch.testing.assert_close(joined[index].taps, whole[index].taps, atol=2e-2, rtol=2e-2)
+        assert torch.equal(joined[index].tokens, whole[index].tokens)
+    build_features(target, examples(), (1,), tmp_path / "other")
+    with pytest.raises(UsageError, match="cannot be joined"):
+        FeatureStore.open(tmp_path / "a", tmp_path / "other")
+
+
 def test_refusals(target, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     folder = tmp_path / "store"
     with pytest.raises(UsageError, match="holds no features"):

@@ -160,7 +160,7 @@ def test_a_killed_run_resumes_to_the_bit(kind: str, optimizer: str, tmp_path: Pa
 def test_training_learns_a_repeated_token(tmp_path: Path) -> None:
     """On text that says one token over and over the loss must collapse."""
     store = toy_store()
-    store._tokens.fill_(7)
+    store._arrays[0][0].fill_(7)
     draft, losses = toy_draft("dflash"), []
     config = dataclasses.replace(CONFIG, blocks=600)
     train(draft, store, config, tmp_path, on_log=lambda r: losses.append(r.cross_entropy))

@@ -78,5 +78,7 @@ def toy_store(lengths: tuple[int, ...] = (9, 14, 11, 6, 12, 10), prompt: int = 3
     meta = FeatureMeta(
         "toy", tuple(range(TAPS)), D_MODEL, tuple(s.id for s in sequences), lengths, (prompt,) * len(lengths)
     )
-    parts = (torch.cat([getattr(s, name) for s in sequences]) for name in ("tokens", "taps", "final"))
-    return FeatureStore(meta, *parts)
+    tokens, taps, final = (
+        torch.cat([getattr(s, name) for s in sequences]) for name in ("tokens", "taps", "final")
+    )
+    return FeatureStore([(meta, (tokens, taps, final))])

@@ -58,35 +58,58 @@ class FeatureMeta:
 
 
 class FeatureStore:
-    """Read access to a finished store; `store[i]` is a `Sequence` of tensors on the memory map."""
+    """Read access to finished stores as one; `store[i]` is a `Sequence` of tensors on the memory map."""
 
-    def __init__(self, meta: FeatureMeta, tokens: Tensor, taps: Tensor, final: Tensor) -> None:
-        self.meta = meta
-        self._tokens, self._taps, self._final = tokens, taps, final
-        self._offsets = np.concatenate([[0], np.cumsum(meta.lengths)])
+    def __init__(self, parts: Seq[tuple[FeatureMeta, tuple[Tensor, Tensor, Tensor]]]) -> None:
+        """`parts`: description and (tokens, taps, final) of each store."""
+        metas = [meta for meta, _ in parts]
+        self.meta = _join(metas)
+        self._arrays = [arrays for _, arrays in parts]
+        self._places = [(part, row) for part, meta in enumerate(metas) for row in _rows(meta)]
 
     @classmethod
-    def open(cls, folder: Path) -> FeatureStore:
-        """Map a store; an unfinished one is refused."""
-        meta = _read_meta(folder)
-        if _batches_done(folder) is not None:
-            raise ProbeError(
-                f"The features in {folder} are unfinished; run the same `features` command again to finish them."
-            )
-        return cls(meta, *_open_arrays(folder, meta, "r"))
+    def open(cls, *folders: Path) -> FeatureStore:
+        """Map one or several stores of the same target and taps; an unfinished one is refused."""
+        parts = []
+        for folder in folders:
+            meta = _read_meta(folder)
+            if _batches_done(folder) is not None:
+                raise ProbeError(
+                    f"The features in {folder} are unfinished; run the same `features` command again to finish them."
+                )
+            parts.append((meta, _open_arrays(folder, meta, "r")))
+        return cls(parts)
 
     def __len__(self) -> int:
         return len(self.meta.lengths)
 
     def __getitem__(self, index: int) -> Sequence:
-        start, stop = self._offsets[index], self._offsets[index + 1]
-        return Sequence(
-            self.meta.ids[index],
-            self._tokens[start:stop].long(),
-            self.meta.prompt_lengths[index],
-            self._taps[start:stop],
-            self._final[start:stop],
-        )
+        part, rows = self._places[index]
+        tokens, taps, final = (array[rows] for array in self._arrays[part])
+        return Sequence(self.meta.ids[index], tokens.long(), self.meta.prompt_lengths[index], taps, final)
+
+
+def _rows(meta: FeatureMeta) -> list[slice]:
+    ends = np.cumsum(meta.lengths).tolist()
+    return [slice(end - length, end) for end, length in zip(ends, meta.lengths, strict=True)]
+
+
+def _join(metas: Seq[FeatureMeta]) -> FeatureMeta:
+    """One description of several stores, which must agree on target and taps."""
+    if not metas:
+        raise UsageError("No features were named; give at least one folder.")
+    first = metas[0]
+    for other in metas[1:]:
+        if (other.target, other.taps, other.hidden_size) != (first.target, first.taps, first.hidden_size):
+            raise UsageError(
+                f"Features of target {first.target!r} with taps {list(first.taps)} cannot be joined with those of "
+                f"{other.target!r} with taps {list(other.taps)}; build them alike."
+            )
+    joined = {
+        name: tuple(value for meta in metas for value in getattr(meta, name))
+        for name in ("ids", "lengths", "prompt_lengths")
+    }
+    return FeatureMeta(first.target, first.taps, first.hidden_size, **joined)
 
 
 def build_features(
