@@ -171,6 +171,7 @@ def synthesize(
 
 
 app.command("evaluate")(cli_experiments.evaluate)
+app.command("reproduce")(cli_experiments.reproduce)
 app.command("features")(cli_training.features)
 app.command("train")(cli_training.train)
 

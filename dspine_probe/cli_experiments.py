@@ -53,6 +53,45 @@ def evaluate(
     Console().print(acceptance_table(result))
 
 
+def reproduce(
+    output: Annotated[Path, typer.Option(help="Folder for report, figures and tables.")] = Path("figures"),
+    draft: Annotated[
+        list[str] | None, typer.Option(help="Drafts to compare; default: the shipped dflash and dspine.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=3, help="Use only the first prompts.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=24, help="Longest answer.")] = 160,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of splits and bootstraps.")] = 0,
+) -> None:
+    """Measure the first finding on the embedded target and the shipped drafts, and write figures and a report."""
+    from dspine_probe import report
+    from dspine_probe.drafts.checkpoint import load_draft
+    from dspine_probe.experiments.console import StageBars, frame_table
+    from dspine_probe.experiments.reproduction import ReproductionConfig
+    from dspine_probe.experiments.reproduction import reproduce as run
+    from dspine_probe.prompts import load_prompts
+    from dspine_probe.target import Target
+
+    console = Console(stderr=True)
+    console.print("Loading the target (fetched and converted once, about 20 seconds) and the drafts")
+    target = Target.load("embedded")
+    drafts = {name: load_draft(name, target) for name in draft or ["dflash", "dspine"]}
+    with StageBars(console) as bars:
+        found = run(
+            target,
+            drafts,
+            load_prompts("lab", limit=limit),
+            config=ReproductionConfig(max_new_tokens=max_new_tokens, seed=seed),
+            on_progress=bars.show,
+        )
+    page, notes = report.write(found, output)
+    Console().print(frame_table(found.summary(), title=f"{target.name}, greedy, 95 % intervals over prompts"))
+    for sentence in found.emergence.findings():
+        Console(highlight=False).print(f"- {sentence}")
+    for note in notes:
+        console.print(note, highlight=False)
+    typer.echo(f"report: {page}  ({found.seconds:.0f} s)")
+
+
 def _files(source: str) -> list[str | Path]:
     """A source of prompts, or the JSONL files of a folder."""
     return [*sorted(Path(source).glob("*.jsonl"))] if Path(source).is_dir() else [source]

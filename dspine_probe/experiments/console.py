@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import TracebackType
 
+import pandas as pd
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -59,3 +60,13 @@ def acceptance_table(result: AcceptanceResult) -> Table:
 def interval(found: Estimate) -> str:
     """A single value with its interval, such as 2.61 (2.50–2.72)."""
     return f"{float(found.value):.2f} ({float(found.low):.2f}–{float(found.high):.2f})"
+
+
+def frame_table(frame: pd.DataFrame, *, title: str) -> Table:
+    """A table of ready-made cells, numbers to the right."""
+    table = Table(title=title)
+    for number, column in enumerate(frame.columns):
+        table.add_column(str(column), justify="right" if number else "left")
+    for row in frame.itertuples(index=False):
+        table.add_row(*(str(cell) for cell in row))
+    return table
