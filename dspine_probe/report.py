@@ -29,7 +29,7 @@ def figure_blocks(found: Reproduction) -> dict[str, FigureBlock]:
 
 
 def write(found: Reproduction, folder: Path) -> tuple[Path, list[str]]:
-    """Write tables, figures and the report into `folder`; returns the report's path and what was left out, if anything."""
+    """Write tables, figures and the report into `folder`; returns the report's path and notes on what was left out."""
     found.save(folder)
     blocks = figure_blocks(found)
     notes = [note for name, block in blocks.items() if (note := write_figure(folder / name, block))]
@@ -51,10 +51,10 @@ def _intro(found: Reproduction) -> str:
     )
     return " ".join(
         [
-            f"Target {setting['target']} in fp32 on {setting['threads']} threads, torch {torch.__version__}, dspine_probe "
-            f"{used['dspine_probe']}. Measured in {found.seconds:.0f} seconds.",
+            f"Target {setting['target']} in fp32 on {setting['threads']} threads, torch {torch.__version__}, "
+            f"dspine_probe {used['dspine_probe']}. Measured in {found.seconds:.0f} seconds.",
             f"All {len(found.speed.answers)} decoded answers {same}.",
             *found.emergence.findings(),
-            "These are small drafts of a small target; numbers of published models are their authors' and stand elsewhere.",
+            "These are small drafts of a small target; numbers of published models are their authors'.",
         ]
     )

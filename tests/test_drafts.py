@@ -1,4 +1,4 @@
-"""The drafts against their definitions: masks by brute force, no leak from the future, identity starts, cached decoding."""
+"""The drafts against their definitions: masks by brute force, no leak from the future, cached decoding."""
 
 from __future__ import annotations
 
