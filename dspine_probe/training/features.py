@@ -23,6 +23,7 @@ from dspine_probe.files import write_atomically
 from dspine_probe.target import Target
 from dspine_probe.training.corpus import Example
 
+BATCH_TOKENS = 2048  # padded tokens of one pass; larger ones leave the cache of a CPU
 _META, _PROGRESS = "meta.json", "progress.json"
 
 
@@ -42,7 +43,7 @@ class Sequence:
 
 @dataclass(frozen=True)
 class FeatureMeta:
-    """Description of a store: whose states, which taps, how many sequences and tokens."""
+    """Description of a store: whose states, which taps, how many sequences, and how they are cut into passes."""
 
     target: str
     taps: tuple[int, ...]
@@ -50,6 +51,7 @@ class FeatureMeta:
     ids: tuple[str, ...]
     lengths: tuple[int, ...]
     prompt_lengths: tuple[int, ...]
+    batch_tokens: int = BATCH_TOKENS
 
     @property
     def tokens(self) -> int:
@@ -118,7 +120,7 @@ def build_features(
     taps: Seq[int],
     folder: Path,
     *,
-    batch_tokens: int = 8192,
+    batch_tokens: int = BATCH_TOKENS,
     on_batch: Callable[[int, int], None] | None = None,
 ) -> FeatureStore:
     """Run the target over every example and store its states; `on_batch(tokens_done, tokens_in_all)` reports."""
@@ -129,6 +131,7 @@ def build_features(
         tuple(e.id for e in examples),
         tuple(len(e.prompt_ids) + len(e.response_ids) for e in examples),
         tuple(len(e.prompt_ids) for e in examples),
+        batch_tokens,
     )
     if not meta.lengths:
         raise UsageError("There are no examples to compute features for; generate a corpus first.")
@@ -185,7 +188,7 @@ def _start_or_resume(folder: Path, meta: FeatureMeta) -> int | None:
     if (folder / _META).exists():
         if _read_meta(folder) != meta:
             raise UsageError(
-                f"{folder} holds features of other examples, taps or target; choose another folder."
+                f"{folder} holds features of other examples, taps, target or batches; choose another folder."
             )
         return _batches_done(folder)
     folder.mkdir(parents=True, exist_ok=True)
