@@ -25,16 +25,17 @@ from dspine_probe.prompts import Prompt
 from dspine_probe.target import Target
 
 Progress = Callable[[str, int, int], None]
+_SHALLOW = 2
 
 
 @dataclass(frozen=True)
 class ReproductionConfig:
     """Sizes of the run. Real decoding uses the first `decoded_prompts`, which take the seven kinds in turn."""
 
-    max_new_tokens: int = 160
+    max_new_tokens: int = 128
     batch_size: int = 32
     decoded_prompts: int = 14
-    decoded_tokens: int = 96
+    decoded_tokens: int = 64
     seed: int = 0
 
 
@@ -54,20 +55,19 @@ class Reproduction:
         self.speed.save(folder)
 
     def summary(self) -> pd.DataFrame:
-        """One row for plain decoding and each draft: readability in shallow layers, AL, tokens per second, speedup."""
+        """One row for plain decoding and each draft: AL, tokens per second, speedup, readability after layer 2."""
         rows = []
         for mode in self.speed.modes:
-            row: dict[str, object] = {"": mode}
+            row = {"": mode, "AL": "1", "tokens/s": _interval(self.speed.tokens_per_second(mode), digits=1)}
+            row |= {"speedup": "1", "read": "–"}
             if mode != PLAIN:
-                grid = self.emergence.grid(mode)
-                row["slot 1 readable after layer 1"] = _percent(grid.loc[1, 1])
-                row["slot 2"] = _percent(grid.loc[1, 2])
-                row[f"slot {grid.columns[-1]}"] = _percent(grid.loc[1, grid.columns[-1]])
+                shallow = self.emergence.grid(mode).loc[_SHALLOW]
+                ends = [100 * shallow[slot] for slot in (1, 2, shallow.index[-1])]
                 row["AL"] = _interval(self.acceptance.acceptance_length(mode))
-            row["tokens/s"] = _interval(self.speed.tokens_per_second(mode), digits=1)
-            row["speedup"] = _interval(self.speed.speedup(mode))
+                row["speedup"] = _interval(self.speed.speedup(mode))
+                row["read"] = " / ".join(f"{share:.1f}" for share in ends) + " %"
             rows.append(row)
-        return pd.DataFrame(rows).fillna("–")
+        return pd.DataFrame(rows).rename(columns={"read": f"slots 1 / 2 / T read at depth {_SHALLOW}"})
 
 
 def reproduce(
@@ -135,10 +135,6 @@ def _sequences(
         for _, batch in tapped(target, first, answers[start : start + batch_size]):
             rows += [TappedAnswer(r.tokens, r.prompt_length, r.taps.to(torch.bfloat16)) for r in batch]
     return rows
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
 
 
 def _interval(found: object, digits: int = 2) -> str:
