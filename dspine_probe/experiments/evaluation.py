@@ -139,8 +139,10 @@ def accept(
 
 
 def _batches(answers: Sequence[Completion], batch_size: int) -> Iterator[list[int]]:
-    """Answers of similar length together."""
-    order = sorted(range(len(answers)), key=lambda i: len(answers[i].response_ids))
+    """Sequences of similar length together, so that one long prompt does not pad many short ones."""
+    order = sorted(
+        range(len(answers)), key=lambda i: len(answers[i].prompt_ids) + len(answers[i].response_ids)
+    )
     for start in range(0, len(order), batch_size):
         yield order[start : start + batch_size]
 
