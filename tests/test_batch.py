@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from dspine_probe.decoding.batch import generate_greedy, generate_sampled, sample_nucleus
+from dspine_probe.decoding.batch import _common_prefix, generate_greedy, generate_sampled, sample_nucleus
 from dspine_probe.decoding.lean import LeanDecoder, check_supported
 from dspine_probe.errors import UsageError
 from dspine_probe.target import Target
@@ -61,6 +61,17 @@ def test_tokens_are_those_of_plain_greedy_decoding(kind: str) -> None:
     assert {c.finish for c in done} == {"stop", "length"}
     for c in done:
         assert (c.response_ids[-1] in (3, 7)) == (c.finish == "stop")
+
+
+def test_a_shared_prefix_changes_nothing() -> None:
+    model = tiny("qwen3")
+    target = Target.from_model(model, stop_ids=[3])
+    head = [5, 9, 0, 44] * 18  # longer than a page of the cache
+    asked = [head + ids for ids in prompts(9, seed=2)] + [head + [1]]
+    done = generate_greedy(target, asked, max_new_tokens=20, batch_size=4)
+    assert [c.response_ids for c in done] == [reference(model, ids, [3], 20) for ids in asked]
+    assert list(_common_prefix(asked)) == head
+    assert list(_common_prefix([[1, 2], [1, 2]])) == [1]
 
 
 def test_rows_are_resorted_without_changing_tokens() -> None:

@@ -187,6 +187,19 @@ def _ordered(prompts: Sequence[Sequence[int]], batch: int) -> list[int]:
     return order
 
 
+def _common_prefix(prompts: Sequence[Sequence[int]]) -> Sequence[int]:
+    """What all prompts begin with, short of the last token of any."""
+    first, last = (
+        min(prompts, key=tuple),
+        max(prompts, key=tuple),
+    )  # in dictionary order: what these two share, all share
+    limit = min(map(len, prompts)) - 1
+    same = 0
+    while same < limit and first[same] == last[same]:
+        same += 1
+    return first[:same]
+
+
 class _Batch:
     """The rows in flight and the queue behind them."""
 
@@ -206,6 +219,7 @@ class _Batch:
         self.finished: list[tuple[int, Completion]] = []
         capacity = max(len(p) for p in prompts) + rules.max_new_tokens
         self.decoder = LeanDecoder(target.model, rows=rows, capacity=capacity)
+        self.decoder.share_prefix(_common_prefix(prompts))
 
     def advance(self, *, stopped: bool) -> bool:
         """Refill or decode one token of every row; false once nothing is left to do."""

@@ -91,6 +91,13 @@ def _layer(block: Any) -> _Layer:
     )
 
 
+def _causal(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Float[Tensor, "token heads_head_dim"]:
+    """Attention inside one prompt; q, k, v are [token, head, head_dim]."""
+    q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
+    mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    return mixed[0].transpose(0, 1).flatten(1)
+
+
 class LeanDecoder:
     """Fused weights of one model and a cache of `rows` sequences of at most `capacity` tokens each."""
 
@@ -116,24 +123,49 @@ class LeanDecoder:
         shape = (len(self.layers), pages, rows, self.kv_heads, self.page, self.head_dim)
         self.keys = torch.zeros(shape, device=device, dtype=dtype)
         self.values = torch.zeros((*shape[:-2], shape[-1], shape[-2]), device=device, dtype=dtype)
+        self.prefix: tuple[int, ...] = ()
+        self.prefix_states: list[tuple[Tensor, Tensor]] = []
+
+    @torch.inference_mode()
+    def share_prefix(self, prefix: Sequence[int]) -> None:
+        """Compute once what every later prompt begins with, such as the system line of a chat template."""
+        if not prefix:
+            return
+        self.prefix = tuple(prefix)
+        at = self.positions[: len(prefix)]
+        mask = torch.ones(len(prefix), len(prefix), dtype=torch.bool, device=at.device).tril()
+        x = self.embedding[torch.tensor(prefix, device=at.device)]
+        for layer in self.layers:
+            q, k, v = self._qkv(layer, x, at)
+            self.prefix_states.append((k, v))
+            x = self._finish(layer, x, _causal(q, k, v, mask))
 
     @torch.inference_mode()
     def prefill(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> Float[Tensor, "prompt vocab"]:
-        """Fill the cache of `rows` with `prompts` and return the logits after each prompt's last token."""
-        lengths = [len(prompt) for prompt in prompts]
-        device = self.embedding.device
-        ids = torch.tensor([token for prompt in prompts for token in prompt], device=device)
-        at = torch.cat([self.positions[:n] for n in lengths])
-        owner = torch.tensor(rows, device=device).repeat_interleave(torch.tensor(lengths, device=device))
+        """Fill the cache of `rows` with `prompts` and return the logits after each prompt's last token.
+
+        Every prompt must begin with the shared prefix and go on after it.
+        """
+        skip, device = len(self.prefix), self.embedding.device
+        lengths = [len(prompt) - skip for prompt in prompts]
+        ids = torch.tensor([token for prompt in prompts for token in prompt[skip:]], device=device)
+        at = torch.cat([self.positions[skip : skip + n] for n in lengths])
+        owners = torch.tensor(rows, device=device)
+        owner = owners.repeat_interleave(torch.tensor(lengths, device=device))
+        masks = [torch.ones(n, skip + n, dtype=torch.bool, device=device).tril(skip) for n in lengths]
         x = self.embedding[ids]
-        for layer, keys, values in zip(self.layers, self.keys, self.values, strict=True):
+        for number, (layer, keys, values) in enumerate(zip(self.layers, self.keys, self.values, strict=True)):
             q, k, v = self._qkv(layer, x, at)
             self._store(keys, values, owner, at, k, v)
-            parts = []
-            for triple in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True):
-                q_i, k_i, v_i = (t.transpose(0, 1)[None] for t in triple)
-                mixed = F.scaled_dot_product_attention(q_i, k_i, v_i, is_causal=True, enable_gqa=True)
-                parts.append(mixed[0].transpose(0, 1).flatten(1))
+            before_k, before_v = k[:0], v[:0]
+            if skip:
+                before_k, before_v = self.prefix_states[number]
+                self._store(keys, values, owners[:, None], self.positions[:skip], before_k, before_v)
+            split = zip(q.split(lengths), k.split(lengths), v.split(lengths), masks, strict=True)
+            parts = [
+                _causal(q_i, torch.cat([before_k, k_i]), torch.cat([before_v, v_i]), mask)
+                for q_i, k_i, v_i, mask in split
+            ]
             x = self._finish(layer, x, torch.cat(parts))
         last = torch.tensor(lengths, device=device).cumsum(0) - 1
         return self._logits(x[last])
@@ -148,11 +180,13 @@ class LeanDecoder:
         owner = torch.arange(len(lengths), device=tokens.device)
         spans = self._spans(lengths)
         hidden = self.positions[: len(spans) * self.page] > at[:, None]
+        mask = torch.zeros(hidden.shape, device=at.device, dtype=self.embedding.dtype)
+        mask = mask.masked_fill_(hidden, float("-inf"))[:, None]
         x = self.embedding[tokens]
         for layer, keys, values in zip(self.layers, self.keys, self.values, strict=True):
             q, k, v = self._qkv(layer, x, at)
             self._store(keys, values, owner, at, k, v)
-            x = self._finish(layer, x, self._attend(q, keys, values, spans, hidden))
+            x = self._finish(layer, x, self._attend(q, keys, values, spans, mask))
         return self._logits(x)
 
     def select(self, rows: Sequence[int], length: int) -> None:
@@ -172,20 +206,22 @@ class LeanDecoder:
         return spans
 
     def _attend(
-        self, q: Tensor, keys: Tensor, values: Tensor, spans: list[tuple[int, int]], hidden: Tensor
+        self, q: Tensor, keys: Tensor, values: Tensor, spans: list[tuple[int, int]], mask: Tensor
     ) -> Float[Tensor, "row heads_head_dim"]:
         """Attention of one query token per row; the query heads that share a key head are its query rows."""
         rows, page = len(q), self.page
         q = (q * self.head_dim**-0.5).view(rows * self.kv_heads, -1, self.head_dim)
-        score = q.new_empty((*q.shape[:2], len(spans) * page))
-        out = torch.zeros_like(q)
+        score = q.new_full((*q.shape[:2], len(spans) * page), float("-inf"))
         for number, (start, stop) in enumerate(spans):
             part = slice(start * self.kv_heads, stop * self.kv_heads)
             block = keys[number, start:stop].flatten(0, 1)
             score[part, :, number * page : (number + 1) * page] = torch.bmm(q[part], block.transpose(1, 2))
-        shaped = score.view(rows, -1, len(spans) * page).masked_fill_(hidden[:, None], float("-inf"))
-        weight = shaped.softmax(-1).view_as(score)
-        for number, (start, stop) in enumerate(spans):
+        score.view(rows, -1, len(spans) * page).add_(mask)
+        weight = score.softmax(-1)
+        out = torch.bmm(
+            weight[..., :page], values[0, :rows].flatten(0, 1).transpose(1, 2)
+        )  # every row has page 0
+        for number, (start, stop) in enumerate(spans[1:], 1):
             part = slice(start * self.kv_heads, stop * self.kv_heads)
             block = values[number, start:stop].flatten(0, 1)
             out[part] += torch.bmm(
