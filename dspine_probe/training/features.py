@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -107,11 +107,12 @@ def _join(metas: Seq[FeatureMeta]) -> FeatureMeta:
                 f"Features of target {first.target!r} with taps {list(first.taps)} cannot be joined with those of "
                 f"{other.target!r} with taps {list(other.taps)}; build them alike."
             )
-    joined = {
-        name: tuple(value for meta in metas for value in getattr(meta, name))
-        for name in ("ids", "lengths", "prompt_lengths")
-    }
-    return FeatureMeta(first.target, first.taps, first.hidden_size, **joined)
+    return replace(
+        first,
+        ids=tuple(name for meta in metas for name in meta.ids),
+        lengths=tuple(length for meta in metas for length in meta.lengths),
+        prompt_lengths=tuple(length for meta in metas for length in meta.prompt_lengths),
+    )
 
 
 def build_features(
