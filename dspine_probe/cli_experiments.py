@@ -59,7 +59,7 @@ def reproduce(
         list[str] | None, typer.Option(help="Drafts to compare; default: the shipped dflash and dspine.")
     ] = None,
     limit: Annotated[int | None, typer.Option(min=3, help="Use only the first prompts.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=24, help="Longest answer.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(min=24, help="Longest answer.")] = 96,
     seed: Annotated[int, typer.Option(min=0, help="Seed of splits and bootstraps.")] = 0,
 ) -> None:
     """Measure the first finding on the embedded target and the shipped drafts, and write figures and a report."""

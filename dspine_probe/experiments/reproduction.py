@@ -32,9 +32,9 @@ _SHALLOW = 2
 class ReproductionConfig:
     """Sizes of the run. Real decoding uses the first `decoded_prompts`, which take the seven kinds in turn."""
 
-    max_new_tokens: int = 128
+    max_new_tokens: int = 96
     batch_size: int = 32
-    decoded_prompts: int = 14
+    decoded_prompts: int = 7
     decoded_tokens: int = 64
     seed: int = 0
 
