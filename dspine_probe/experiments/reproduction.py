@@ -111,7 +111,7 @@ def reproduce(
         drafts,
         _sequences(target, drafts, answers, config.batch_size),
         sets=[prompt.set for prompt in prompts],
-        config=EmergenceConfig(seed=config.seed),
+        config=EmergenceConfig(train_rows=2048, validation_rows=512, seed=config.seed),
         on_step=lambda _what, done, total: report("emergence", done, total),
     )
     speed = decode_all(
