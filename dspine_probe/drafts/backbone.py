@@ -12,6 +12,7 @@ Axes: batch = sequences, block = batch · anchor (all blocks, sequence-major), s
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -233,7 +234,14 @@ class Block(nn.Module):
         return self.hook_resid_post(x + self.hook_mlp_out(self.mlp(self.ln2(x))))
 
 
-class Backbone(nn.Module):
+@dataclass(frozen=True)
+class BlockStates:
+    """Final-normed hidden states of every slot, the anchor's included."""
+
+    hidden: Float[Tensor, "block slot d_model"]
+
+
+class Backbone(nn.Module, ABC):
     """fc, context norm, layers and final norm of a parallel draft, beside the target's frozen embedding and head.
 
     `embedding` and `head` are the target's own matrices, kept as buffers that no checkpoint stores. With
@@ -267,6 +275,29 @@ class Backbone(nn.Module):
         self.register_buffer(
             "head", (head if vocabulary is None else head[vocabulary]).detach(), persistent=False
         )
+
+    @abstractmethod
+    def run(
+        self,
+        context: Context,
+        anchor_tokens: Int[Tensor, "batch anchor"],
+        anchors: Int[Tensor, "batch anchor"],
+        *,
+        width: int | None = None,
+    ) -> BlockStates:
+        """One parallel pass over all blocks."""
+
+    def forward(
+        self,
+        taps: Float[Tensor, "batch ctx taps_d_model"],
+        anchor_tokens: Int[Tensor, "batch anchor"],
+        anchors: Int[Tensor, "batch anchor"],
+        *,
+        width: int | None = None,
+    ) -> Float[Tensor, "block draft_slot draft_vocab"]:
+        """Unary scores of slots 1…T for blocks at `anchors`, from the tapped states of whole sequences."""
+        states = self.run(self.encode_context(taps), anchor_tokens, anchors, width=width)
+        return self.logits(states.hidden[:, 1:])
 
     def encode_context(self, taps: Float[Tensor, "batch ctx taps_d_model"], *, start: int = 0) -> Context:
         """Keys and values of context rows at positions start, start+1, … from the target's tapped hidden states."""

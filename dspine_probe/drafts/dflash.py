@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
-from dspine_probe.drafts.backbone import Backbone, Context
-
-
-@dataclass(frozen=True)
-class BlockStates:
-    """Final-normed hidden states of every slot, the anchor's included."""
-
-    hidden: Float[Tensor, "block slot d_model"]
+from dspine_probe.drafts.backbone import Backbone, BlockStates, Context
 
 
 class DFlash(Backbone):
@@ -35,18 +26,6 @@ class DFlash(Backbone):
         for block, keys, values in zip(self.blocks, context.keys, context.values, strict=True):
             x = block(x, keys, values, rotary, bias)
         return BlockStates(self.ln_final(x))
-
-    def forward(
-        self,
-        taps: Float[Tensor, "batch ctx taps_d_model"],
-        anchor_tokens: Int[Tensor, "batch anchor"],
-        anchors: Int[Tensor, "batch anchor"],
-        *,
-        width: int | None = None,
-    ) -> Float[Tensor, "block draft_slot draft_vocab"]:
-        """Unary scores of slots 1…T for blocks at `anchors`, from the tapped states of whole sequences."""
-        states = self.run(self.encode_context(taps), anchor_tokens, anchors, width=width)
-        return self.logits(states.hidden[:, 1:])
 
     def draft_greedy(
         self,

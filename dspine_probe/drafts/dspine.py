@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dspine_probe.config import DraftConfig, DSpineConfig
-from dspine_probe.drafts.backbone import Backbone, Context
+from dspine_probe.drafts.backbone import Backbone, BlockStates, Context
 from dspine_probe.drafts.transition import TransitionCache
 from dspine_probe.errors import UsageError
 from dspine_probe.transfer import TransferSpace
@@ -38,10 +38,9 @@ class TruePredecessors:
 
 
 @dataclass(frozen=True)
-class SpineStates:
+class SpineStates(BlockStates):
     """What a pass leaves behind: final-normed states, the last layer before its injection, features after each one."""
 
-    hidden: Float[Tensor, "block slot d_model"]
     pre_write: Float[Tensor, "block slot d_model"]
     features: tuple[Float[Tensor, "block slot rank"], ...]
 
@@ -180,18 +179,6 @@ class DSpine(Backbone):
         gate = seams.hook_gate(self.injection.gate(feature[:, 1:], pred))
         write = seams.hook_out(self.injection.write(layer, h[:, 1:], gate * self.injection.message(pred)))
         return seams.hook_resid(torch.cat([h[:, :1], h[:, 1:] + write], dim=1))
-
-    def forward(
-        self,
-        taps: Float[Tensor, "batch ctx taps_d_model"],
-        anchor_tokens: Int[Tensor, "batch anchor"],
-        anchors: Int[Tensor, "batch anchor"],
-        *,
-        width: int | None = None,
-    ) -> Float[Tensor, "block draft_slot draft_vocab"]:
-        """Unary scores of slots 1…T for blocks at `anchors`, from the tapped states of whole sequences."""
-        states = self.run(self.encode_context(taps), anchor_tokens, anchors, width=width)
-        return self.logits(states.hidden[:, 1:])
 
     def refine(
         self,
