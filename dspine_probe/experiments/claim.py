@@ -1,0 +1,103 @@
+"""One line of the claims ledger: what the paper says, what was measured here, and which controls stand behind it.
+
+Results offer `.claims() -> list[Claim]`, every word and number of it computed from the result. `Claim.on` takes the
+paper's side from `PUBLISHED`, so that it is written once. `experiments.ledger` makes `docs/claims.md` of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+from dspine_probe.errors import UsageError
+
+
+class Published(NamedTuple):
+    """A statement of the DSpine publication (arXiv 2609.36173) and its number with the setting it was measured in."""
+
+    id: str
+    claim: str
+    paper: str
+
+
+PUBLISHED = (
+    Published(
+        "P0",
+        "at the same shallow layer, earlier slots predict their token better than later ones",
+        "curves, no single figure",
+    ),
+    Published(
+        "P1",
+        "corrupting the immediate predecessor, earlier context intact, lowers the successor's accuracy",
+        "−31.8 points, average (Qwen3-4B or 8B)",
+    ),
+    Published(
+        "P2",
+        "the same reliable predecessor feature is worth more when it is injected in shallow layers than late",
+        "+14.8 points (Qwen3-4B or 8B)",
+    ),
+    Published(
+        "P3",
+        "full-vocabulary CE at intermediate layers lowers acceptance, cosine on codes raises it",
+        "AL 3.67 (CE) < 3.75 (none) < 3.85 (cosine), MATH-500",
+    ),
+    Published(
+        "AL",
+        "DSpine over DFlash at an equal training budget, greedy",
+        "4.82 / 3.77 = 1.28 (Qwen3-8B, mean of seven sets)",
+    ),
+    Published(
+        "speed",
+        "five injection modules cost little time",
+        "+0.15 ms a step (GPU, operator fusion, CUDA graph)",
+    ),
+)
+
+
+class Control(NamedTuple):
+    """A check that could have overturned the claim: its outcome in words, and whether it was passed (None: open)."""
+
+    name: str
+    outcome: str
+    passed: bool | None
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One claim beside what was measured here.
+
+    here: our number with its interval, n and setting, in words.
+    holds: whether the measurement supports the claim; None where it does not decide.
+    command: what makes the result again.
+    """
+
+    id: str
+    claim: str
+    paper: str
+    here: str
+    controls: tuple[Control, ...]
+    holds: bool | None
+    command: str
+
+    @classmethod
+    def on(
+        cls,
+        id: str,
+        *,
+        here: str,
+        controls: Iterable[tuple[str, str, bool | None]] = (),
+        holds: bool | None,
+        command: str,
+    ) -> Self:
+        """A measurement on the published claim `id`.
+
+        Raises:
+            UsageError: the publication makes no claim of that name.
+        """
+        for published in PUBLISHED:
+            if published.id == id:
+                checks = tuple(Control(*control) for control in controls)
+                return cls(id, published.claim, published.paper, here, checks, holds, command)
+        known = ", ".join(published.id for published in PUBLISHED)
+        raise UsageError(f"there is no published claim {id!r}; those in the ledger are {known}")
