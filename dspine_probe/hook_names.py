@@ -1,7 +1,9 @@
 """What every hook point of a draft carries: its axes and its meaning, by the last part of its name.
 
 `describe` makes one row of `HookedDraft.hook_table()`. Names follow TransformerLens; those under `inject` are the
-draft's own. Axes: batch = sequences, block = batch · anchor, slot = 0…T, draft_slot = 1…T, ctx = context rows.
+draft's own, and so are those under `last_write`, which fire when a DSpine's transition cache is built and not in the
+full pass. Axes: batch = sequences, block = batch · anchor, slot = 0…T, draft_slot = 1…T, ctx = context rows,
+candidate = known predecessors of a slot.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ from dataclasses import dataclass
 from dspine_probe.drafts.backbone import Backbone
 from dspine_probe.errors import UsageError
 
-_SLOT, _CTX = "block slot", "batch ctx"
+LAST_WRITE = "last_write."
+_SLOT, _CTX, _PAIR = "block slot", "batch ctx", "block draft_slot candidate"
 _ABOUT = {
     "hook_context": (f"{_CTX} d_model", "context feature: the tapped target states after fc and norm"),
     "hook_embed": (f"{_SLOT} d_model", "block embedding: the anchor's token, then masks"),
@@ -39,18 +42,31 @@ _ABOUT = {
     "inject.hook_gate": ("block draft_slot message", "gate, one value per message channel, 0…1"),
     "inject.hook_out": ("block draft_slot d_model", "what the injection adds to the residual stream"),
     "inject.hook_resid": (f"{_SLOT} d_model", "residual stream after the layer and its injection"),
+    "last_write.hook_pred": (f"{_PAIR} rank", "code of every known predecessor, √rank long"),
+    "last_write.hook_gate": (f"{_PAIR} message", "gate of the last write given that predecessor, 0…1"),
+    "last_write.hook_out": (f"{_PAIR} d_model", "what the last write adds given that predecessor"),
 }
 
 
 @dataclass(frozen=True)
 class HookRow:
-    """One hook point. `shape` holds a number where the draft fixes an axis and the axis name where the input does."""
+    """One hook point.
+
+    shape: a number where the draft fixes an axis, the axis name where the input does.
+    fires: "pass" (once in every full pass) or "walk" (once whenever the transition cache is built).
+    """
 
     name: str
     axes: str
     shape: tuple[int | str, ...]
     dtype: str
+    fires: str
     about: str
+
+
+def fires_in_pass(name: str) -> bool:
+    """Whether the full pass reaches this hook point; the others wait for the transition cache."""
+    return not name.startswith(LAST_WRITE)
 
 
 def describe(name: str, draft: Backbone) -> HookRow:
@@ -68,7 +84,8 @@ def describe(name: str, draft: Backbone) -> HookRow:
     axes, about = _ABOUT[kind]
     sizes = _sizes(draft)
     shape = tuple(sizes.get(axis, axis) for axis in axes.split())
-    return HookRow(name, axes, shape, str(draft.fc.weight.dtype).removeprefix("torch."), about)
+    dtype = str(draft.fc.weight.dtype).removeprefix("torch.")
+    return HookRow(name, axes, shape, dtype, "pass" if fires_in_pass(name) else "walk", about)
 
 
 def _sizes(draft: Backbone) -> dict[str, int]:

@@ -26,7 +26,7 @@ from transformer_lens.hook_points import HookPoint, LensHandle
 from dspine_probe.drafts import Context, Draft
 from dspine_probe.errors import ProbeError, UsageError
 from dspine_probe.hook_checks import Hook, adapted, checked, refuse_frozen
-from dspine_probe.hook_names import HookRow, describe
+from dspine_probe.hook_names import HookRow, describe, fires_in_pass
 
 Names = str | Collection[str] | Callable[[str], bool] | None
 Seam = tuple[nn.Module, str, nn.Module]
@@ -94,7 +94,7 @@ class HookedDraft(HookedRootModule):
         *,
         width: int | None = None,
     ) -> Float[Tensor, "block draft_slot draft_vocab"]:
-        """The draft's full pass: unary scores of slots 1…T. Every hook point fires exactly once."""
+        """The draft's full pass: unary scores of slots 1…T. Every hook point fires once, `last_write.*` not at all."""
         self._refuse_unusable()
         return self.draft(taps, anchor_tokens, anchors, width=width)
 
@@ -110,8 +110,11 @@ class HookedDraft(HookedRootModule):
         """One full pass under `fwd_hooks`, which are gone afterwards, also when one of them raises.
 
         For hooks on gradients use `hooks(bwd_hooks=…)` around the forward and the backward pass.
+
+        Raises:
+            UsageError: a name is unknown, or names a hook point that the full pass does not reach.
         """
-        with self.hooks(fwd_hooks):
+        with self.hooks([(self._in_pass(names), hook) for names, hook in fwd_hooks]):
             return self(taps, anchor_tokens, anchors, width=width)
 
     def run_with_cache(
@@ -130,14 +133,14 @@ class HookedDraft(HookedRootModule):
         Hooks that are on already act first, so the cache holds edited values.
 
         Args:
-            names_filter: a name, a collection of names, or a predicate on names; everything by default.
+            names_filter: a name, a collection of names, or a predicate on names; by default everything in the pass.
             device: where to keep the copies; by default where they are made.
             grad: build the autograd graph; cached tensors are detached either way.
 
         Raises:
-            UsageError: a name is unknown, or the filter matches nothing.
+            UsageError: a name is unknown, the filter matches nothing, or names what the full pass does not reach.
         """
-        cache, fwd_hooks, _ = self.get_caching_hooks(names_filter, device)
+        cache, fwd_hooks, _ = self.get_caching_hooks(self._in_pass(names_filter), device)
         with nullcontext() if grad else torch.no_grad(), self.hooks(fwd_hooks):
             logits = self(taps, anchor_tokens, anchors, width=width)
         return logits, ActivationCache(cache, self)
@@ -158,8 +161,8 @@ class HookedDraft(HookedRootModule):
         """The tokens the draft would propose, under whatever hooks are on.
 
         A DSpine chooses its candidates by the hooked scores but ranks them by its last-write refinement, which starts
-        from the last layer's state before the injection and passes no hook point: edits up to that state reach
-        both, edits after it reach the candidates alone.
+        from the last layer's state before the injection: edits up to that state reach both, edits after it reach the
+        candidates alone, and edits at `last_write.*` reach the ranking alone.
         """
         self._refuse_unusable()
         return self.draft.draft_greedy(context, anchor_tokens, anchors, width=width)
@@ -243,10 +246,23 @@ class HookedDraft(HookedRootModule):
         return found
 
     def hook_table(self) -> list[HookRow]:
-        """Name, shape, dtype and meaning of every hook point, in the order in which they lie in the draft."""
+        """Name, shape, dtype, occasion and meaning of every hook point, in the order in which they lie in the draft."""
         return [describe(name, self.draft) for name in self.hook_dict]
 
     # ---- refusals
+
+    def _in_pass(self, wanted: Names) -> list[str]:
+        """Names that the full pass reaches; one asked for by name that it does not reach is refused."""
+        found = self.names(wanted)
+        reached = [name for name in found if fires_in_pass(name)]
+        by_name = wanted is not None and not callable(wanted)
+        if not reached or (by_name and len(reached) < len(found)):
+            late = next(name for name in found if not fires_in_pass(name))
+            raise UsageError(
+                f"{late} fires when the transition cache is built, not in the full pass; "
+                "put hooks() or get_caching_hooks() around draft_greedy."
+            )
+        return reached
 
     def _refuse_unknown(self, name: Any) -> None:
         if name in self.hook_dict:

@@ -1,4 +1,5 @@
-"""HookedDraft: idle means untouched, every point fires once and matters, nothing leaks, misuse is refused."""
+"""HookedDraft: idle means untouched, every point fires once where it says and matters, nothing leaks, misuse is
+refused."""
 
 import gc
 import weakref
@@ -12,6 +13,7 @@ from dspine_probe.config import DFLASH, DSPINE, DraftConfig, DSpineConfig
 from dspine_probe.drafts.dflash import DFlash
 from dspine_probe.drafts.dspine import DSpine
 from dspine_probe.errors import ProbeError, UsageError
+from dspine_probe.hook_names import fires_in_pass
 from dspine_probe.hooks import HookedDraft
 
 VOCAB, SIZE = 61, 24
@@ -43,7 +45,8 @@ def make_inputs(dtype=torch.float32, seed=1):
 
 KINDS = (DFLASH, DSPINE)
 SHARED = {kind: HookedDraft(make_draft(kind)) for kind in KINDS}  # for tests that leave no trace
-POINTS = [(kind, name) for kind in KINDS for name in SHARED[kind].hook_dict]
+POINTS = [(kind, name) for kind in KINDS for name in SHARED[kind].hook_dict if fires_in_pass(name)]
+LATE = [name for name in SHARED[DSPINE].hook_dict if not fires_in_pass(name)]
 INPUTS = make_inputs()
 
 
@@ -141,13 +144,70 @@ def test_point_fires_once_matters_and_is_described(kind, name):
     _, cache = hooked.run_with_cache(*INPUTS, names_filter=name)
     free = {"batch": 2, "block": 6, "slot": 5, "draft_slot": 4, "ctx": 9, "key": 14}
     assert tuple(free.get(size, size) for size in row.shape) == tuple(cache[name].shape)
-    assert row.dtype == str(cache[name].dtype).removeprefix("torch.") and row.about
+    assert row.dtype == str(cache[name].dtype).removeprefix("torch.") and row.about and row.fires == "pass"
 
 
-def test_table_lists_every_seam(draft):
+def test_table_lists_every_seam_and_says_when_it_fires(draft):
     seams = {n for n, m in draft.named_modules() if isinstance(m, nn.Identity)}
     hooked = HookedDraft(draft)
-    assert {row.name for row in hooked.hook_table()} == seams == set(hooked.run_with_cache(*INPUTS)[1].keys())
+    table = hooked.hook_table()
+    assert {row.name for row in table} == seams
+    assert {row.name for row in table if row.fires == "pass"} == set(hooked.run_with_cache(*INPUTS)[1].keys())
+    late = {row.name for row in table if row.fires == "walk"}
+    assert late == (set(LATE) if isinstance(draft, DSpine) else set()) and len(LATE) == 3
+
+
+def _walk(hooked, inputs=INPUTS):
+    states = hooked.draft.run(hooked.encode_context(inputs[0]), *inputs[1:])
+    return hooked.draft.transition_cache(states, inputs[1])
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_last_write_fires_once_in_the_walk_and_ranks_but_does_not_choose_candidates(name):
+    hooked = SHARED[DSPINE]
+    before, fired = _walk(hooked), []
+
+    def bump(value, hook):
+        fired.append(hook.name)
+        return value * (1 + torch.randn(value.shape, generator=torch.Generator().manual_seed(2)))
+
+    cache, caching, _ = hooked.get_caching_hooks(name)
+    with hooked.hooks([(name, bump), *caching]):
+        edited = _walk(hooked)
+        hooked(*INPUTS)
+    assert fired == [name]
+    assert torch.equal(edited.candidates, before.candidates)
+    assert not torch.allclose(edited.scores, before.scores, atol=1e-4)
+    assert torch.equal(_walk(hooked).scores, before.scores) and no_hooks_left(hooked)
+    row = next(row for row in hooked.hook_table() if row.name == name)
+    free = {"block": 6, "draft_slot": 4, "candidate": 4}
+    assert tuple(free.get(size, size) for size in row.shape) == tuple(cache[name].shape) and row.about
+
+
+def test_clamping_the_last_gate_shut_leaves_the_state_before_the_write():
+    hooked = SHARED[DSPINE]
+    draft = hooked.draft
+    states = draft.run(hooked.encode_context(INPUTS[0]), *INPUTS[1:])
+    with hooked.hooks([("last_write.hook_gate", lambda gate, hook: torch.zeros_like(gate))]):
+        refined = draft.refine(states.pre_write[:, 1:], INPUTS[1].reshape(-1, 1, 1).expand(-1, 4, 2))
+    unwritten = draft.ln_final.normalize(states.pre_write[:, 1:, None]).expand_as(refined)
+    assert torch.equal(refined, unwritten)
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_full_passes_refuse_hook_points_they_do_not_reach(name):
+    hooked = SHARED[DSPINE]
+    for run in (
+        lambda: hooked.run_with_cache(*INPUTS, names_filter=["hook_embed", name]),
+        lambda: hooked.run_with_cache(*INPUTS, names_filter=lambda n: n == name),
+        lambda: hooked.run_with_hooks(*INPUTS, fwd_hooks=[(name, lambda x, hook: x)]),
+    ):
+        with pytest.raises(UsageError, match=f"{name} fires when the transition cache is built"):
+            run()
+    assert set(hooked.run_with_cache(*INPUTS, names_filter=lambda n: "hook_out" in n)[1].keys()) == {
+        f"blocks.{layer}.inject.hook_out" for layer in range(3)
+    }
+    assert no_hooks_left(hooked)
 
 
 def test_edits_reach_decoding(draft):

@@ -54,6 +54,14 @@ class InjectionSeams(nn.Module):
         self.hook_out, self.hook_resid = nn.Identity(), nn.Identity()
 
 
+class LastWriteSeams(nn.Module):
+    """Observation points of the last write repeated: known predecessor's code, gate, write; idle in the full pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hook_pred, self.hook_gate, self.hook_out = nn.Identity(), nn.Identity(), nn.Identity()
+
+
 class Injection(nn.Module):
     """Readout and write of each layer, with the message and gates that all layers share."""
 
@@ -123,6 +131,7 @@ class DSpine(Backbone):
         self.injection = Injection(config)
         for block in self.blocks:
             block.inject = InjectionSeams()
+        self.last_write = LastWriteSeams()
         if codes is None:
             space = space or TransferSpace.fit(head, self.spine.transfer_rank)
             codes = space.codes(head)
@@ -186,11 +195,11 @@ class DSpine(Backbone):
         predecessors: Int[Tensor, "block draft_slot k"],
     ) -> Float[Tensor, "block draft_slot k d_model"]:
         """Last write repeated with the true code of each known predecessor; final-normed states ρ_t(a)."""
-        last = len(self.blocks) - 1
-        code = self.scaled_codes(predecessors, pre_write.dtype)
+        last, seams = len(self.blocks) - 1, self.last_write
+        code = seams.hook_pred(self.scaled_codes(predecessors, pre_write.dtype))
         receiver = pre_write[:, :, None]
-        gate = self.injection.gate(self.injection.feature(last, receiver), code)
-        write = self.injection.write(last, receiver, gate * self.injection.message(code))
+        gate = seams.hook_gate(self.injection.gate(self.injection.feature(last, receiver), code))
+        write = seams.hook_out(self.injection.write(last, receiver, gate * self.injection.message(code)))
         return self.ln_final.normalize(receiver + write)
 
     def transition_cache(
