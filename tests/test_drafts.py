@@ -180,7 +180,7 @@ def test_injection_follows_its_formula() -> None:
     inj, h = draft.injection, torch.randn(2, BLOCK, D_MODEL, generator=seeded(8))
     anchor = tokens((2,))
     code = draft.scaled_codes(anchor, h.dtype)
-    got = draft._inject(1, h, code[:, None], None)
+    got = draft.inject(1, h, code[:, None], None)
     rank = draft.spine.transfer_rank
     for block in range(2):
         assert torch.equal(got[block, 0], h[block, 0])

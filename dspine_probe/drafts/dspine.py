@@ -165,17 +165,17 @@ class DSpine(Backbone):
             zip(self.blocks, context.keys, context.values, strict=True)
         ):
             pre_write = block(x, keys, values, rotary, bias)
-            x = self._inject(layer, pre_write, anchor_code, true_predecessors)
+            x = self.inject(layer, pre_write, anchor_code, true_predecessors)
             if keep_features:
                 features.append(self.injection.feature(layer, x))
         return SpineStates(self.ln_final(x), pre_write, tuple(features))
 
-    def _inject(
+    def inject(
         self,
         layer: int,
         h: Float[Tensor, "block slot d_model"],
         anchor_code: Float[Tensor, "block 1 rank"],
-        truth: TruePredecessors | None,
+        truth: TruePredecessors | None = None,
     ) -> Float[Tensor, "block slot d_model"]:
         """Slots 1…T receive their predecessor's feature as it stood before this update; the anchor is left alone."""
         seams = self.blocks[layer].inject
