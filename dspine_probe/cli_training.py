@@ -78,6 +78,18 @@ def train(
         int | None,
         typer.Option(help="Unused embedding row; default: the known one of the target's vocabulary."),
     ] = None,
+    causal: Annotated[bool, typer.Option(help="A slot sees only earlier slots; dspine always does.")] = False,
+    supervision: Annotated[
+        str,
+        typer.Option(
+            help="What a dflash's intermediate layers are trained to say: none, cosine, token-ce, expected-code, "
+            "code-mse or cosine-unwhitened."
+        ),
+    ] = "none",
+    supervision_weight: Annotated[
+        float, typer.Option(help="Weight of codes in each layer, or of token-ce in the mean over layers.")
+    ] = 0.5,
+    save_every: Annotated[int, typer.Option(min=1, help="Steps between saved states and checks.")] = 200,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
 ) -> None:
@@ -85,6 +97,7 @@ def train(
     import torch
 
     from dspine_probe.training.features import FeatureStore
+    from dspine_probe.training.intermediate import Supervision
     from dspine_probe.training.run import DraftPlan, Reports, train_draft
     from dspine_probe.training.trainer import StepReport, TrainConfig
     from dspine_probe.training.validation import Validation
@@ -120,8 +133,18 @@ def train(
         gamma=gamma,
         optimizer=optimizer,
         seed=seed,
+        save_every=save_every,
     )
-    plan = DraftPlan(kind, layers, block_size, draft_vocab or None, warm, mask_token)
+    plan = DraftPlan(
+        kind,
+        layers,
+        block_size,
+        draft_vocab or None,
+        warm,
+        mask_token,
+        causal,
+        Supervision(supervision, supervision_weight),
+    )
     store = FeatureStore.open(*features)
     run = work or output.with_name(output.name + ".run")
     train_draft(plan, bfloat16_target(target), store, config, run, output, reports=Reports(log, checked))

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from jaxtyping import Int
+from dataclasses import dataclass
+
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from dspine_probe.drafts.backbone import Backbone, BlockStates, Context
+
+
+@dataclass(frozen=True)
+class FlashStates(BlockStates):
+    """Final-normed states and, if kept, the residual stream after each layer."""
+
+    residuals: tuple[Float[Tensor, "block slot d_model"], ...] = ()
 
 
 class DFlash(Backbone):
@@ -18,14 +27,18 @@ class DFlash(Backbone):
         anchors: Int[Tensor, "batch anchor"],
         *,
         width: int | None = None,
-    ) -> BlockStates:
+        keep_residuals: bool = False,
+    ) -> FlashStates:
         """One parallel pass over all blocks. `anchors` are the positions of `anchor_tokens`; `width` ≤ block_size."""
         width = width or self.config.block_size
         rotary, bias = self.block_inputs(context, anchors, width)
         x = self.embed_block(anchor_tokens, width)
+        residuals = []
         for block, keys, values in zip(self.blocks, context.keys, context.values, strict=True):
             x = block(x, keys, values, rotary, bias)
-        return BlockStates(self.ln_final(x))
+            if keep_residuals:
+                residuals.append(x)
+        return FlashStates(self.ln_final(x), tuple(residuals))
 
     def draft_greedy(
         self,

@@ -1,8 +1,8 @@
 """What each draft is trained to do: one module per draft, from a batch of blocks to a loss.
 
-`DFlashObjective`: position-weighted cross-entropy. `DSpineObjective`: cross-entropy and L1 to the target's
-distribution on unary and refined scores, cosine alignment of every layer's feature with the label's code, and the
-replacement curriculum (arXiv 2609.36173). Entry point: `objective_for`.
+`DFlashObjective`: position-weighted cross-entropy, and `intermediate` supervision if asked for. `DSpineObjective`:
+cross-entropy and L1 to the target's distribution on unary and refined scores, cosine alignment of every layer's
+feature with the label's code, and the replacement curriculum (arXiv 2609.36173). Entry point: `objective_for`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from torch.nn import functional as F
 from dspine_probe.config import DSpineConfig
 from dspine_probe.drafts import DFlash, Draft, DSpine
 from dspine_probe.drafts.dspine import SpineStates, TruePredecessors
+from dspine_probe.errors import UsageError
 from dspine_probe.training.anchors import Batch
+from dspine_probe.training.intermediate import Intermediate
 from dspine_probe.training.losses import HeadLoss, alignment_loss, candidate_loss, head_loss
 
 
@@ -42,15 +44,25 @@ class Outcome:
 
 
 class DFlashObjective(nn.Module):
-    """Position-weighted cross-entropy of every slot, with optional L1 to the target's distribution."""
+    """Position-weighted cross-entropy of every slot, with optional L1 to the target's distribution.
 
-    def __init__(self, draft: DFlash, *, l1_weight: float = 0.0) -> None:
+    `intermediate` adds its losses on the layers before the last; its readouts are trained along, not part of the draft.
+    """
+
+    def __init__(
+        self, draft: DFlash, *, l1_weight: float = 0.0, intermediate: Intermediate | None = None
+    ) -> None:
         super().__init__()
-        self.draft, self.l1_weight = draft, l1_weight
+        self.draft, self.l1_weight, self.intermediate = draft, l1_weight, intermediate
 
     def forward(self, batch: Batch, progress: Progress) -> Outcome:
         context = self.draft.encode_context(batch.taps)
-        states = self.draft.run(context, batch.anchor_tokens, batch.anchors)
+        states = self.draft.run(
+            context,
+            batch.anchor_tokens,
+            batch.anchors,
+            keep_residuals=self.intermediate is not None,
+        )
         labels, weight = supervised(self.draft, batch)
         result = head_loss(
             states.hidden[:, 1:].flatten(0, 1),
@@ -61,7 +73,13 @@ class DFlashObjective(nn.Module):
             ce_weight=1.0 - self.l1_weight,
             l1_weight=self.l1_weight,
         )
-        return _outcome(result.loss, result, {}, weight)
+        loss, parts = result.loss, {}
+        if self.intermediate is not None:
+            by_layer = self.intermediate(self.draft, states.residuals, batch, labels, weight)
+            mean_ce = result.cross_entropy / weight.sum().clamp(min=1e-12)
+            loss = loss + self.intermediate.strength(progress.step, mean_ce) * by_layer.sum()
+            parts = {f"layer_{layer}": value for layer, value in enumerate(by_layer, start=1)}
+        return _outcome(loss, result, parts, weight)
 
 
 class DSpineObjective(nn.Module):
@@ -130,9 +148,15 @@ class DSpineObjective(nn.Module):
 Objective = DFlashObjective | DSpineObjective
 
 
-def objective_for(draft: Draft) -> Objective:
-    """The public recipe of a draft."""
-    return DSpineObjective(draft) if isinstance(draft, DSpine) else DFlashObjective(draft)
+def objective_for(draft: Draft, intermediate: Intermediate | None = None) -> Objective:
+    """The public recipe of a draft, with `intermediate` supervision for a DFlash."""
+    if isinstance(draft, DFlash):
+        return DFlashObjective(draft, intermediate=intermediate)
+    if intermediate is not None:
+        raise UsageError(
+            "supervision of intermediate layers is for dflash; dspine aligns its layers already."
+        )
+    return DSpineObjective(draft)
 
 
 def supervised(

@@ -6,10 +6,12 @@ a kind, warm-starts it, trains it and writes the checkpoint with its card.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,14 +19,18 @@ from dspine_probe import __version__
 from dspine_probe.drafts import Draft
 from dspine_probe.drafts.checkpoint import save_draft
 from dspine_probe.errors import UsageError
+from dspine_probe.files import write_atomically
 from dspine_probe.target import Target
 from dspine_probe.training.corpus import Corpus, Example
 from dspine_probe.training.features import FeatureStore, build_features
+from dspine_probe.training.intermediate import NONE, Intermediate, Supervision
+from dspine_probe.training.objective import objective_for
 from dspine_probe.training.recipes import frequent_tokens, new_draft
 from dspine_probe.training.trainer import StepReport, TrainConfig, train
 from dspine_probe.training.validation import Validation, split, validate
 from dspine_probe.training.warmstart import warm_start
 
+PLAN = "plan.json"
 _WARM_SAMPLE = 8
 _QUICK_CHECK = 48  # held-out sequences tried while training; the card uses all of them
 
@@ -39,6 +45,13 @@ class DraftPlan:
     draft_vocab: int | None = 8192
     warm: bool = True
     mask_token_id: int | None = None
+    causal: bool = False
+    supervision: Supervision = Supervision()
+
+    def settings(self) -> dict[str, Any]:
+        """Every choice, flat."""
+        own = asdict(self)
+        return own | {f"supervision_{name}": value for name, value in own.pop("supervision").items()}
 
 
 @dataclass(frozen=True)
@@ -80,8 +93,10 @@ def train_draft(
     reports: Reports = Reports(),
 ) -> Draft:
     """Train a new draft on `store`, or resume the run in `work`, and write its checkpoint to `output`."""
+    _check_plan(plan, work)
     train_on, held_out = split(store.meta.ids)
     draft = _start(plan, target, store, train_on, config.seed)
+    objective = objective_for(draft, _intermediate(plan, target))
     began = time.monotonic()
     train(
         draft,
@@ -90,6 +105,7 @@ def train_draft(
         work,
         indices=train_on,
         held_out=held_out[:_QUICK_CHECK],
+        objective=objective,
         on_log=reports.on_log,
         on_validation=reports.on_validation,
     )
@@ -114,12 +130,33 @@ def _start(plan: DraftPlan, target: Target, store: FeatureStore, train_on: list[
             mask_token_id=plan.mask_token_id,
             taps=store.meta.taps,
             vocabulary=None if vocabulary is None else vocabulary.to(target.device),
+            causal=plan.causal or None,
         ).to(target.device)
     if plan.warm:
         rows = [store[i].tokens for i in train_on[:_WARM_SAMPLE]]
         length = min(len(row) for row in rows)
         warm_start(draft, target, torch.stack([row[:length] for row in rows]).to(target.device))
     return draft
+
+
+def _intermediate(plan: DraftPlan, target: Target) -> Intermediate | None:
+    if plan.supervision.arm == NONE:
+        return None
+    return Intermediate(plan.supervision, target.head, plan.layers).to(target.device)
+
+
+def _check_plan(plan: DraftPlan, work: Path) -> None:
+    """Note the plan beside the run's state; a resumed run must have the same."""
+    path, now = work / PLAN, plan.settings()
+    if path.exists():
+        before = json.loads(path.read_text())
+        changed = [name for name, value in now.items() if before.get(name, value) != value]
+        if changed:
+            raise UsageError(
+                f"{work} was begun with another plan ({', '.join(changed)}); choose another output folder."
+            )
+    work.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, lambda to: to.write_text(json.dumps(now, indent=2) + "\n"))
 
 
 def _card(
@@ -132,7 +169,9 @@ def _card(
 ) -> str:
     responses = store.meta.tokens - sum(store.meta.prompt_lengths)
     survival = " ".join(f"{share:.3f}" for share in final.survival)
-    settings = "\n".join(f"| {name} | {value} |" for name, value in (asdict(plan) | asdict(config)).items())
+    settings = "\n".join(
+        f"| {name} | {value} |" for name, value in (plan.settings() | asdict(config)).items()
+    )
     return f"""# {plan.kind} for {target.name}
 
 A block-parallel draft for speculative decoding, trained by dspine_probe {__version__} on the target's own greedy

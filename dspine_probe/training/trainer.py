@@ -6,7 +6,6 @@ over all of them. A step is a pure function of (seed, step), so a killed run con
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import time
@@ -18,14 +17,17 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
 from dspine_probe.drafts import Draft
 from dspine_probe.errors import ProbeError, UsageError
 from dspine_probe.files import write_atomically
 from dspine_probe.training.anchors import Batch, make_batch, sample_anchors, visiting_order
 from dspine_probe.training.features import FeatureStore
+from dspine_probe.training.intermediate import READOUTS
 from dspine_probe.training.objective import Objective, Progress, objective_for
+from dspine_probe.training.records import METRICS, VALIDATION, append_row, trim_rows
 from dspine_probe.training.validation import Validation, validate
 
 
@@ -62,7 +64,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class StepReport:
-    """One logged step."""
+    """One logged step; `grad_norm` is the draft's, before clipping."""
 
     step: int
     total_steps: int
@@ -91,15 +93,16 @@ def train(
 ) -> Draft:
     """Train `draft` in place on sequences `indices` of `store`, keeping state in `folder`; resumes what it finds there.
 
-    Whenever state is saved, the draft is tried on the `held_out` sequences and `on_validation` hears of it.
+    Whenever state is saved, the draft is tried on the `held_out` sequences, `validation.csv` notes the outcome and
+    `on_validation` hears of it.
     `stop_after` ends this call early at that step, leaving a state to resume from (the schedule is unchanged).
     """
     accelerator = Accelerator(mixed_precision=config.mixed_precision, cpu=draft.head.device.type == "cpu")
     objective = objective or objective_for(draft)
-    optimizers = make_optimizers(draft, config)
+    optimizers = make_optimizers(objective, config)
     total = config.steps(accelerator.num_processes)
     folder.mkdir(parents=True, exist_ok=True)
-    first = _resume(folder, config, draft, optimizers)
+    first = _resume(folder, config, objective, optimizers)
     prepared = accelerator.prepare(objective, *optimizers)
     model, optimizers = prepared[0], list(prepared[1:])
     last = min(total, stop_after or total)
@@ -109,8 +112,8 @@ def train(
         _set_lr(optimizers, config, step, total)
         report = _step(accelerator, model, optimizers, batches, config, step, total)
         done = step + 1
+        blocks = done * config.sequences * config.anchors * config.accumulate * accelerator.num_processes
         if done % config.log_every == 0 or done == last:
-            blocks = done * config.sequences * config.anchors * config.accumulate * accelerator.num_processes
             rate = clock.rate(blocks * draft.config.num_slots)
             report = replace(report, blocks=blocks, slots_per_second=rate)
             if accelerator.is_main_process:
@@ -118,9 +121,12 @@ def train(
                 if on_log is not None:
                     on_log(report)
         if (done % config.save_every == 0 or done == last) and accelerator.is_main_process:
-            _save(folder, config, draft, optimizers, done)
-            if held_out and on_validation is not None:
-                on_validation(done, validate(draft, store, held_out))
+            _save(folder, config, objective, optimizers, done)
+            if held_out:
+                found = validate(draft, store, held_out)
+                _write_validation(folder, done, blocks, found)
+                if on_validation is not None:
+                    on_validation(done, found)
     return draft
 
 
@@ -151,7 +157,7 @@ def _step(
         logged |= {"counts": outcome.slot_counts} | outcome.parts
         for name, value in logged.items():
             sums[name] = sums.get(name, 0) + value.detach()
-    norm = accelerator.clip_grad_norm_(model.parameters(), config.clip)
+    norm = _clip(accelerator, accelerator.unwrap_model(model), config.clip)
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -166,6 +172,22 @@ def _step(
     return StepReport(
         step + 1, total, 0, loss, float(sums["ce"]), tuple(accuracy), lr, float(norm), 0.0, parts
     )
+
+
+def _clip(accelerator: Accelerator, objective: Objective, limit: float) -> Tensor:
+    """Clip the draft's gradient and return its norm; what is trained beside it is clipped apart.
+
+    So no objective changes the draft's steps by the gradient of its own parameters.
+    """
+    beside = list(_beside(objective).values())
+    if beside:
+        accelerator.clip_grad_norm_(beside, limit)
+    return accelerator.clip_grad_norm_(objective.draft.parameters(), limit)
+
+
+def _beside(objective: Objective) -> dict[str, nn.Parameter]:
+    """Parameters that serve the objective and are no part of the draft."""
+    return {name: p for name, p in objective.named_parameters() if not name.startswith("draft.")}
 
 
 class _Batches:
@@ -219,9 +241,9 @@ class _Batches:
         )
 
 
-def make_optimizers(draft: Draft, config: TrainConfig) -> list[torch.optim.Optimizer]:
-    """AdamW on everything, or Muon on the layers' matrices and AdamW on the rest."""
-    parameters = dict(draft.named_parameters())
+def make_optimizers(trained: nn.Module, config: TrainConfig) -> list[torch.optim.Optimizer]:
+    """AdamW on everything, or Muon on the matrices and AdamW on the rest, of a draft or of its objective."""
+    parameters = dict(trained.named_parameters())
     by_matrix = {name: p.ndim == 2 and config.optimizer == "muon" for name, p in parameters.items()}
     matrices = [p for name, p in parameters.items() if by_matrix[name]]
     others = [p for name, p in parameters.items() if not by_matrix[name]]
@@ -250,65 +272,67 @@ def _set_lr(optimizers: list[torch.optim.Optimizer], config: TrainConfig, step: 
 
 
 def _save(
-    folder: Path, config: TrainConfig, draft: Draft, optimizers: list[torch.optim.Optimizer], step: int
+    folder: Path,
+    config: TrainConfig,
+    objective: Objective,
+    optimizers: list[torch.optim.Optimizer],
+    step: int,
 ) -> None:
+    beside = {name: p.detach().cpu() for name, p in _beside(objective).items()}
     state = {
         "step": step,
         "config": asdict(config),
-        "draft": draft.state_dict(),
+        "draft": objective.draft.state_dict(),
+        "beside": beside,
         "optimizers": [optimizer.state_dict() for optimizer in optimizers],
     }
     write_atomically(folder / "state.pt", lambda path: torch.save(state, path))
+    if beside:
+        write_atomically(folder / READOUTS, lambda path: save_file(beside, path))
 
 
-def _resume(folder: Path, config: TrainConfig, draft: Draft, optimizers: list[torch.optim.Optimizer]) -> int:
-    """Load a saved state into draft and optimisers; returns the step to go on with."""
+def _resume(
+    folder: Path, config: TrainConfig, objective: Objective, optimizers: list[torch.optim.Optimizer]
+) -> int:
+    """Load a saved state into objective and optimisers; returns the step to go on with."""
     path = folder / "state.pt"
     if not path.exists():
         return 0
     if not zipfile.is_zipfile(path):
         raise ProbeError(f"{path} is damaged or was cut short; delete it to start over.")
     state = torch.load(path, map_location="cpu", weights_only=True)
-    if state["config"] != asdict(config):
-        changed = [k for k, v in asdict(config).items() if state["config"].get(k) != v]
+    before, now = asdict(TrainConfig(**state["config"])), asdict(config)
+    changed = [name for name in now if now[name] != before[name]]
+    beside, saved_beside = _beside(objective), state.get("beside", {})
+    if beside.keys() != saved_beside.keys():
+        changed.append("supervision")
+    if changed:
         raise UsageError(
             f"{folder} was trained with other settings ({', '.join(changed)}); choose another output folder."
         )
-    draft.load_state_dict(state["draft"])
+    objective.draft.load_state_dict(state["draft"])
+    with torch.no_grad():
+        for name, parameter in beside.items():
+            parameter.copy_(saved_beside[name])
     for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(saved)
-    _trim_metrics(folder, state["step"])
+    for name in (METRICS, VALIDATION):
+        trim_rows(folder / name, state["step"])
     return int(state["step"])
 
 
 def _write_metrics(folder: Path, report: StepReport) -> None:
-    path = folder / "metrics.csv"
     row = asdict(report) | {
         "slot_accuracy": json.dumps(report.slot_accuracy),
         "parts": json.dumps(report.parts),
     }
-    fresh = not path.exists()
-    with open(path, "a", newline="") as file:
-        writer = csv.DictWriter(file, row)
-        if fresh:
-            writer.writeheader()
-        writer.writerow(row)
+    append_row(folder / METRICS, row)
 
 
-def _trim_metrics(folder: Path, step: int) -> None:
-    """Forget rows logged after the state that is resumed from."""
-    path = folder / "metrics.csv"
-    if not path.exists():
-        return
-    with open(path, newline="") as file:
-        rows = list(csv.reader(file))
-    kept = rows[:1] + [row for row in rows[1:] if row and row[0].isdigit() and int(row[0]) <= step]
-
-    def write(to: Path) -> None:
-        with open(to, "w", newline="") as file:
-            csv.writer(file).writerows(kept)
-
-    write_atomically(path, write)
+def _write_validation(folder: Path, step: int, blocks: int, found: Validation) -> None:
+    survival = {f"survival_{slot}": share for slot, share in enumerate(found.survival, start=1)}
+    row = {"step": step, "blocks": blocks, "anchors": found.anchors}
+    append_row(folder / VALIDATION, row | {"tokens_per_anchor": found.tokens_per_anchor} | survival)
 
 
 class _Clock:
