@@ -80,7 +80,7 @@ class DraftEngine(Protocol):
         self,
         anchor_tokens: Int[Tensor, "row"],
         *,
-        temperature: float = 0.0,
+        temperature: float = 1.0,
         noise: Float[Tensor, "row draft_slot"] | None = None,
         on_trunk: Callable[[], None] | None = None,
     ) -> Proposal:
@@ -88,8 +88,8 @@ class DraftEngine(Protocol):
 
         Args:
             anchor_tokens: the last committed token of every row, on the engine's device.
-            temperature: of the proposal's own distributions; 0 takes the likeliest tokens and gives no `q`.
-            noise: uniform numbers in [0, 1), one per slot; needed at a temperature above 0.
+            temperature: above 0, of the distributions that tokens are drawn from.
+            noise: uniform numbers in [0, 1), one per slot; None takes the likeliest tokens and gives no `q`.
             on_trunk: called once between the block's pass and its head, for timing.
         """
 

@@ -1,84 +1,38 @@
-"""Greedy speculative decoding of one sequence, round by round.
+"""Speculative decoding, round by round, for every draft and any number of prompts at once.
 
-A round drafts a block after the last committed token (the anchor) and verifies it in one pass of the target, which
-also yields the states the draft's context grows by. The longest prefix that the target would have written itself is
-kept, with one token of the target's own behind it, so in fp32 the answer is that of plain greedy decoding, which
-runs through the same loop when no draft is given. The prefill gives the first token; rounds are counted after it.
-Entry point: `generate`. Batches and sampling are elsewhere or nowhere.
+A round drafts a block after the last committed token of every row (the anchor) and verifies it in one pass of the
+target, which also yields the states the draft's context grows by. What the target confirms is kept, with one token of
+its own behind it, so the answer is that of plain decoding: token for token if greedy (in fp32), in law if sampled.
+Without a draft the same loop decodes plainly. The prefill gives the first token; rounds are counted after it.
+
+Entry points: `generate` for one prompt, `generate_batch` for several side by side. The arithmetic is in an engine
+(`engine.Engines`), acceptance in `verify`.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import repeat
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
-from transformers import DynamicCache
 
-from dspine_probe.drafts import Context, Draft
-from dspine_probe.errors import UsageError
+from dspine_probe.decoding.clock import Clock
+from dspine_probe.decoding.engine import Engines, Proposal
+from dspine_probe.decoding.generation import Generation, Round
+from dspine_probe.decoding.reference import REFERENCE
+from dspine_probe.decoding.requests import check
+from dspine_probe.decoding.verify import Verdict, target_probs, verify_greedy, verify_sampled
+from dspine_probe.drafts import Draft
+from dspine_probe.errors import ProbeError
+from dspine_probe.sampling import GREEDY, Sampling, pick
 from dspine_probe.target import Target
 
-
-@dataclass(frozen=True)
-class Round:
-    """One draft and its verification.
-
-    anchor: position of the last committed token in the whole sequence.
-    drafted: tokens proposed for the positions after it.
-    accepted: how many of them were kept.
-    committed: tokens this round added. They end with one of the target's own unless the answer ended before it.
-    """
-
-    anchor: int
-    drafted: tuple[int, ...]
-    accepted: int
-    committed: tuple[int, ...]
+__all__ = ["Generation", "Round", "generate", "generate_batch"]
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Wall-clock seconds spent in the prefill, drafting (context rows included), verifying, and all else."""
-
-    prefill: float
-    draft: float
-    verify: float
-    other: float
-
-    @property
-    def total(self) -> float:
-        """Seconds from the prompt to the last token."""
-        return self.prefill + self.draft + self.verify + self.other
-
-
-@dataclass(frozen=True)
-class Generation:
-    """An answer and how it came about; `tokens` ends with the stop id exactly when `finish` is "stop"."""
-
-    prompt_ids: tuple[int, ...]
-    tokens: tuple[int, ...]
-    finish: Literal["stop", "length"]
-    rounds: tuple[Round, ...]
-    timing: Timing
-
-    @property
-    def acceptance_length(self) -> float:
-        """Tokens committed per round; NaN if the prefill already ended the answer."""
-        return (len(self.tokens) - 1) / len(self.rounds) if self.rounds else float("nan")
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Tokens after the first, per second after the prefill."""
-        seconds = self.timing.total - self.timing.prefill
-        return (len(self.tokens) - 1) / seconds if seconds > 0 else float("nan")
-
-
-@torch.inference_mode()
 def generate(
     target: Target,
     draft: Draft | None,
@@ -87,139 +41,235 @@ def generate(
     max_new_tokens: int,
     width: int | None = None,
     stop_ids: Sequence[int] | None = None,
+    sampling: Sampling = GREEDY,
+    generator: torch.Generator | None = None,
+    on_tokens: Callable[[tuple[int, ...]], None] | None = None,
+    engines: Engines = REFERENCE,
 ) -> Generation:
-    """Answer one prompt greedily.
+    """Answer one prompt.
 
     Args:
-        target: the model whose greedy answer is written.
+        target: the model whose answer is written.
         draft: what proposes tokens; None decodes one token a round.
         prompt_ids: token ids of the prompt.
         max_new_tokens: most tokens of the answer, the stop id included.
         width: slots per block, the anchor's included; by default the width the draft was trained with.
         stop_ids: ids that end the answer; by default the target's.
+        sampling: how tokens are drawn; greedy by default.
+        generator: source of chance, needed unless greedy.
+        on_tokens: called with the tokens of the prefill and of every round as soon as they are final.
+        engines: what computes.
 
     Raises:
         UsageError: the prompt is empty or does not fit the context, or the block is wider than trained.
+        ProbeError: the GPU ran out of memory; tokens already streamed are no answer.
     """
-    started = time.perf_counter()
-    _check(target, prompt_ids, max_new_tokens, width)
+    stream = None if on_tokens is None else lambda _row, tokens: on_tokens(tokens)
+    return generate_batch(
+        target,
+        draft,
+        [prompt_ids],
+        max_new_tokens=max_new_tokens,
+        width=width,
+        stop_ids=stop_ids,
+        sampling=sampling,
+        generators=None if generator is None else [generator],
+        on_tokens=stream,
+        engines=engines,
+    )[0]
+
+
+@torch.inference_mode()
+def generate_batch(
+    target: Target,
+    draft: Draft | None,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    width: int | None = None,
+    stop_ids: Sequence[int] | None = None,
+    sampling: Sampling = GREEDY,
+    generators: Sequence[torch.Generator] | None = None,
+    on_tokens: Callable[[int, tuple[int, ...]], None] | None = None,
+    engines: Engines = REFERENCE,
+) -> list[Generation]:
+    """Answer prompts side by side; a finished row leaves the batch. Arguments are those of `generate`, except:
+
+    Args:
+        prompts: token ids, of any lengths.
+        generators: one per prompt. A row draws a fixed number of values from its own a round, so its answer does not
+            depend on its neighbours, up to the rounding of batched arithmetic.
+        on_tokens: called with the prompt's index and its new tokens.
+
+    Returns:
+        One answer per prompt, in order.
+    """
+    width = check(target, draft, prompts, max_new_tokens, width, sampling, generators)
+    if not prompts:
+        return []
     stops = frozenset(target.stop_ids if stop_ids is None else stop_ids)
-    clock = _Clock()
-    taps = () if draft is None else tuple(draft.config.target_layer_ids)
-    proposer = None if draft is None else _Proposer(draft, width)
-    tokens: list[int] = []
-    rounds: list[Round] = []
-    with target.capture(taps) as caught:
-        verifier = _Verifier(target, caught, taps)
-        with clock.measure("prefill"):
-            tokens += verifier.read(torch.tensor(prompt_ids, device=target.device), last=True)
-        while len(tokens) < max_new_tokens and tokens[-1] not in stops:
-            anchor = len(prompt_ids) + len(tokens) - 1
-            with clock.measure("draft"):
-                drafted = (
-                    [] if proposer is None else proposer.propose(verifier.new_taps(), tokens[-1], anchor)
-                )
-            with clock.measure("verify"):
-                block = torch.tensor([tokens[-1], *drafted], device=target.device)
-                wanted = verifier.read(block)
-            matches = _matching(drafted, wanted)
-            committed = _until_stop([*drafted[:matches], wanted[matches]], stops)[
-                : max_new_tokens - len(tokens)
-            ]
-            verifier.keep(len(committed), of=len(block))
-            tokens += committed
-            rounds.append(Round(anchor, tuple(drafted), min(matches, len(committed)), tuple(committed)))
-    return Generation(
-        prompt_ids=tuple(prompt_ids),
-        tokens=tuple(tokens),
-        finish="stop" if tokens[-1] in stops else "length",
-        rounds=tuple(rounds),
-        timing=clock.timing(time.perf_counter() - started),
-    )
+    rows = [
+        _Row(index, prompt, generator, stops, max_new_tokens, on_tokens)
+        for index, (prompt, generator) in enumerate(zip(prompts, generators or repeat(None), strict=False))
+    ]
+    try:
+        batch = _Batch(target, draft, rows, width, sampling, engines)
+        batch.run()
+        return [row.generation(batch.clock) for row in rows]
+    except torch.OutOfMemoryError as error:
+        raise ProbeError(
+            f"the GPU ran out of memory while decoding {len(prompts)} prompts of up to {max(map(len, prompts))} "
+            f"tokens side by side, with up to {max_new_tokens} new ones; give fewer at once or lower max_new_tokens"
+        ) from error
 
 
-class _Proposer:
-    """The draft with its growing context."""
+@dataclass
+class _Row:
+    """A sequence being written."""
 
-    def __init__(self, draft: Draft, width: int | None) -> None:
-        self.draft, self.width = draft, width
-        self.context: Context | None = None
+    index: int
+    prompt: Sequence[int]
+    generator: torch.Generator | None
+    stops: frozenset[int]
+    limit: int
+    on_tokens: Callable[[int, tuple[int, ...]], None] | None
+    tokens: list[int] = field(default_factory=list)
+    rounds: list[Round] = field(default_factory=list)
+    marks: int = 0  # of the batch's clock, when this row was done
 
-    def propose(self, taps: Float[Tensor, "1 new taps_d_model"], token: int, anchor: int) -> list[int]:
-        """Tokens after `token` at position `anchor`; `taps` are the rows committed since the last call."""
-        weight = self.draft.fc.weight
-        start = 0 if self.context is None else self.context.length
-        new = self.draft.encode_context(taps.to(weight.device, weight.dtype), start=start)
-        self.context = new if self.context is None else self.context.extend(new)
-        at = torch.tensor([[anchor]], device=weight.device)
-        block = self.draft.draft_greedy(self.context, torch.full_like(at, token), at, width=self.width)
-        return [int(proposed) for proposed in block[0].tolist()]
+    @property
+    def stopped(self) -> bool:
+        return self.tokens[-1] in self.stops
 
+    @property
+    def done(self) -> bool:
+        return self.stopped or len(self.tokens) == self.limit
 
-class _Verifier:
-    """The target with its cache of committed rows."""
+    def commit(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """Append tokens up to the first stop id or the limit; what was appended."""
+        stop = next((at + 1 for at, token in enumerate(tokens) if token in self.stops), len(tokens))
+        added = tuple(tokens[: min(stop, self.limit - len(self.tokens))])
+        self.tokens += added
+        if self.on_tokens is not None:
+            self.on_tokens(self.index, added)
+        return added
 
-    def __init__(self, target: Target, caught: dict[int, Tensor], taps: tuple[int, ...]) -> None:
-        self.target, self.caught, self.taps = target, caught, taps
-        self.cache = DynamicCache(config=target.model.config)
-        self.kept = 0
+    def finish_round(self, drafted: Sequence[int], accepted: int, following: int) -> int:
+        """Commit what a verdict left standing; how many tokens that is."""
+        anchor = len(self.prompt) + len(self.tokens) - 1
+        added = self.commit([*drafted[:accepted], following])
+        self.rounds.append(Round(anchor, tuple(drafted), min(accepted, len(added)), added))
+        return len(added)
 
-    def read(self, ids: Int[Tensor, "new"], *, last: bool = False) -> list[int]:
-        """Append `ids` and return the likeliest token after each of them, or after the last alone."""
-        decoder = self.target.model.base_model
-        final = decoder(input_ids=ids[None], cache=self.cache, use_cache=True).last_hidden_state[0]
-        self.kept = len(ids)
-        wanted = self.target.logits(final[-1:] if last else final).argmax(dim=-1)
-        return [int(token) for token in wanted.tolist()]
-
-    def keep(self, rows: int, *, of: int) -> None:
-        """Forget all but the first `rows` of the last `of` rows read."""
-        self.cache.crop(rows - of)
-        self.kept = rows
-
-    def new_taps(self) -> Float[Tensor, "1 new taps_d_model"]:
-        """Tapped states of the kept rows of the last pass."""
-        return torch.cat([self.caught[tap][:, : self.kept] for tap in self.taps], dim=-1)
-
-
-class _Clock:
-    """Seconds by activity. Each ends by fetching tokens, which on a GPU waits for the work to be done."""
-
-    def __init__(self) -> None:
-        self.spent = {"prefill": 0.0, "draft": 0.0, "verify": 0.0}
-
-    @contextmanager
-    def measure(self, activity: str) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        self.spent[activity] += time.perf_counter() - started
-
-    def timing(self, total: float) -> Timing:
-        return Timing(**self.spent, other=total - sum(self.spent.values()))
-
-
-def _matching(drafted: Sequence[int], wanted: Sequence[int]) -> int:
-    """Length of the longest prefix on which the draft says what the target wants."""
-    pairs = zip(drafted, wanted, strict=False)
-    return next((slot for slot, (token, truth) in enumerate(pairs) if token != truth), len(drafted))
-
-
-def _until_stop(tokens: list[int], stops: frozenset[int]) -> list[int]:
-    """The tokens up to and including the first stop id."""
-    return next((tokens[: at + 1] for at, token in enumerate(tokens) if token in stops), tokens)
-
-
-def _check(target: Target, prompt_ids: Sequence[int], max_new_tokens: int, width: int | None) -> None:
-    if not prompt_ids:
-        raise UsageError("the prompt is empty; give at least one token")
-    if max_new_tokens < 1:
-        raise UsageError(f"max_new_tokens is {max_new_tokens}; give 1 or more")
-    if width is not None and width < 2:
-        raise UsageError(
-            f"a block of {width} slots drafts nothing; give 2 or more, the anchor's slot included"
+    def generation(self, clock: Clock) -> Generation:
+        """The finished answer."""
+        return Generation(
+            prompt_ids=tuple(self.prompt),
+            tokens=tuple(self.tokens),
+            finish="stop" if self.stopped else "length",
+            rounds=tuple(self.rounds),
+            timing=clock.timing(self.marks),
         )
-    if len(prompt_ids) + max_new_tokens > target.max_positions:
-        raise UsageError(
-            f"the prompt has {len(prompt_ids)} tokens and {max_new_tokens} new ones were asked for, but target "
-            f"{target.name!r} holds {target.max_positions}; shorten the prompt or lower max_new_tokens"
+
+
+class _Batch:
+    """Rows in flight, the engines they share, and the clock."""
+
+    def __init__(
+        self,
+        target: Target,
+        draft: Draft | None,
+        rows: Sequence[_Row],
+        width: int,
+        sampling: Sampling,
+        engines: Engines,
+    ) -> None:
+        self.device, self.clock = target.device, Clock(target.device)
+        self.rows, self.sampling, self.slots = list(rows), sampling, width - 1
+        count, capacity = len(rows), max(len(row.prompt) + row.limit for row in rows) + width
+        taps = () if draft is None else draft.config.target_layer_ids
+        self.target = engines.open_target(target, taps=taps, rows=count, capacity=capacity, width=width)
+        self.draft = None
+        if draft is not None:
+            self.draft = engines.open_draft(draft, rows=count, capacity=capacity, width=width)
+
+    def run(self) -> None:
+        """Write every row to its end."""
+        self._prefill()
+        while self.rows:
+            self._round()
+
+    def _prefill(self) -> None:
+        scores = self.target.start([row.prompt for row in self.rows])
+        if self.sampling.greedy:
+            self.anchors = scores.max(dim=-1).indices
+        else:
+            self.anchors = pick(target_probs(scores, self.sampling), self._noise(1)[:, 0])
+        first = self.anchors.tolist()
+        self.clock.mark("prefill")
+        for row, token in zip(self.rows, first, strict=True):
+            row.commit([token])
+        self._advance([len(row.prompt) for row in self.rows])
+
+    def _round(self) -> None:
+        noise = None if self.sampling.greedy else self._noise(2 * self.slots + 1)
+        proposal = self._propose(None if noise is None else noise[:, : self.slots])
+        verdict = self._verify(proposal, None if noise is None else noise[:, self.slots :])
+        # One fetch: the round's only wait for the device.
+        fetched = [proposal.tokens, verdict.accepted[:, None], verdict.following[:, None]]
+        results = torch.cat(fetched, dim=1).tolist()
+        self.clock.mark("verify")
+        kept = [
+            row.finish_round(drafted, accepted, following)
+            for row, (*drafted, accepted, following) in zip(self.rows, results, strict=True)
+        ]
+        self.target.keep(kept)
+        self.anchors = verdict.following
+        self._advance(kept)
+
+    def _propose(self, noise: Float[Tensor, "row draft_slot"] | None) -> Proposal:
+        if self.draft is None:
+            return Proposal(self.anchors.new_empty(len(self.rows), 0))
+        temperature = self.sampling.drafting
+        proposal = self.draft.propose(
+            self.anchors,
+            temperature=temperature,
+            noise=noise if temperature > 0 else None,
+            on_trunk=lambda: self.clock.mark("draft"),
         )
+        self.clock.mark("head")
+        return proposal
+
+    def _verify(self, proposal: Proposal, noise: Float[Tensor, "row slot"] | None) -> Verdict:
+        block = torch.cat([self.anchors[:, None], proposal.tokens], dim=1)
+        if noise is None:
+            return verify_greedy(proposal.tokens, self.target.greedy(block))
+        return verify_sampled(proposal, self.target.read(block), self.sampling, noise)
+
+    def _advance(self, kept: Sequence[int]) -> None:
+        """Hand the states of kept tokens to the draft, and let finished rows go."""
+        self.clock.mark("bookkeeping")
+        alive = [number for number, row in enumerate(self.rows) if not row.done]
+        for row in self.rows:
+            row.marks = len(self.clock.parts)
+        if alive and self.draft is not None:
+            self.draft.extend(self.target.taps, kept)
+            self.clock.mark("draft")
+        if len(alive) == len(self.rows):
+            return
+        self.rows = [self.rows[number] for number in alive]
+        if alive:
+            self.anchors = self.anchors[alive]
+            self.target.select(alive)
+            if self.draft is not None:
+                self.draft.select(alive)
+            self.clock.mark("bookkeeping")
+
+    def _noise(self, count: int) -> Float[Tensor, "row number"]:
+        """Uniform numbers, each row's from its own generator."""
+        return torch.stack([_uniform(row.generator, count) for row in self.rows]).to(self.device)
+
+
+def _uniform(generator: torch.Generator | None, count: int) -> Float[Tensor, "number"]:
+    device = "cpu" if generator is None else generator.device
+    return torch.rand(count, generator=generator, device=device, dtype=torch.float64)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from dspine_probe.decoding.generate import Generation
+from dspine_probe.decoding.generation import Generation
 from dspine_probe.drafts import Context, Draft
 
 

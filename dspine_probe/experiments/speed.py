@@ -184,8 +184,8 @@ def _decoded(mode: str, prompt: Prompt, found: Generation, *, same: bool) -> Dec
         id=prompt.id,
         tokens=len(found.tokens) - 1,
         rounds=len(found.rounds),
-        seconds=timing.total - timing.prefill,
-        drafting=timing.draft,
+        seconds=timing.decoding,
+        drafting=timing.draft + timing.head,
         verifying=timing.verify,
         same_as_plain=same,
     )

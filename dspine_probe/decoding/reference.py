@@ -1,0 +1,249 @@
+"""The reference engines: the target as transformers runs it and the draft's own modules, over caches allocated once.
+
+Each row writes at its own end; rolling back means forgetting a length. What lies behind a row's end is stale and
+masked. Any device, dtype, batch and hook; nothing here is fast on purpose. Entry point: `REFERENCE`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import cast
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from dspine_probe.decoding.engine import Candidates, Proposal
+from dspine_probe.drafts import Context, Draft, DSpine
+from dspine_probe.drafts.backbone import Block, rotary_tables
+from dspine_probe.errors import UsageError
+from dspine_probe.sampling import pick, tempered
+from dspine_probe.target import Target
+
+
+class ReferenceEngines:
+    """Opens reference engines; there is nothing to prepare and nothing is kept between calls."""
+
+    def open_target(
+        self, target: Target, *, taps: Sequence[int], rows: int, capacity: int, width: int
+    ) -> ReferenceTarget:
+        """See `Engines.open_target`; any target whose layers all attend to everything before them."""
+        return ReferenceTarget(target, taps, rows, capacity)
+
+    def open_draft(self, draft: Draft, *, rows: int, capacity: int, width: int) -> ReferenceDraft:
+        """See `Engines.open_draft`; any draft."""
+        return ReferenceDraft(draft, rows, capacity, width)
+
+
+REFERENCE = ReferenceEngines()
+
+
+class RowCache:
+    """Keys and values of rows that end at different positions."""
+
+    def __init__(
+        self, layers: int, rows: int, capacity: int, heads: int, head_dim: int, like: Tensor
+    ) -> None:
+        self.keys = like.new_zeros(layers, rows, capacity, heads, head_dim)
+        self.values = torch.zeros_like(self.keys)
+        self.capacity = capacity
+        self.lengths: list[int] = []
+
+    def next(self, width: int) -> Int[Tensor, "row width"]:
+        """Positions of the next `width` tokens of every row.
+
+        Raises:
+            UsageError: the longest row has no room for them.
+        """
+        longest = max(self.lengths)
+        if longest + width > self.capacity:
+            raise UsageError(
+                f"a row of {longest} tokens and {width} more do not fit a cache of {self.capacity} positions; "
+                "open the engine with more capacity or shorten the prompt"
+            )
+        ends = torch.tensor(self.lengths, device=self.keys.device)
+        return ends[:, None] + torch.arange(width, device=ends.device)
+
+    def write(
+        self,
+        layer: int,
+        at: Int[Tensor, "row width"],
+        keys: Float[Tensor, "row width kv_head d_head"],
+        values: Float[Tensor, "row width kv_head d_head"],
+    ) -> None:
+        """Store a layer's new keys and values at positions `at`."""
+        owner = torch.arange(len(at), device=at.device)[:, None]
+        self.keys[layer, owner, at], self.values[layer, owner, at] = keys, values
+
+    def grow(self, counts: Sequence[int]) -> None:
+        """Count the next `counts[r]` positions of row r as its own."""
+        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Close the gaps between these rows in place; a row only ever moves down."""
+        for new, old in enumerate(rows):
+            if new != old:
+                for cache in (self.keys, self.values):
+                    cache[:, new, : self.lengths[old]] = cache[:, old, : self.lengths[old]]
+        self.lengths = [self.lengths[row] for row in rows]
+
+
+class ReferenceTarget:
+    """A target in transformers. In a pass it stands in for their cache, of which a layer asks nothing but `update`."""
+
+    def __init__(self, target: Target, taps: Sequence[int], rows: int, capacity: int) -> None:
+        if "sliding_attention" in (getattr(target.config, "layer_types", None) or ()):
+            raise UsageError(
+                f"target '{target.name}' has sliding-window layers, which this loop cannot roll back"
+            )
+        self.target, self.layers = target, tuple(taps)
+        self.cache = RowCache(
+            target.num_layers, rows, capacity, target.num_kv_heads, target.head_dim, target.embedding
+        )
+        self.at = torch.empty(0, 0, dtype=torch.long)
+        self.caught: dict[int, Tensor] = {}
+
+    def start(self, prompts: Sequence[Sequence[int]]) -> Float[Tensor, "row vocab"]:
+        """See `TargetEngine.start`."""
+        counts = [len(prompt) for prompt in prompts]
+        ids = torch.zeros(len(prompts), max(counts), dtype=torch.long)
+        for row, prompt in enumerate(prompts):
+            ids[row, : len(prompt)] = torch.tensor(prompt)
+        self.cache.lengths = [0] * len(prompts)
+        final = self._pass(ids.to(self.target.device))
+        self.keep(counts)
+        last = torch.tensor(counts, device=final.device) - 1
+        return self.target.logits(final[torch.arange(len(prompts), device=final.device), last])
+
+    def read(self, tokens: Int[Tensor, "row width"]) -> Float[Tensor, "row width vocab"]:
+        """See `TargetEngine.read`."""
+        return self.target.logits(self._pass(tokens))
+
+    def greedy(self, tokens: Int[Tensor, "row width"]) -> Int[Tensor, "row width"]:
+        """See `TargetEngine.greedy`."""
+        return self.read(tokens).max(dim=-1).indices  # on CPU several times faster than argmax, same result
+
+    @property
+    def taps(self) -> Float[Tensor, "row width taps_d_model"]:
+        """See `TargetEngine.taps`."""
+        return torch.cat([self.caught[layer] for layer in self.layers], dim=-1)
+
+    def keep(self, counts: Sequence[int]) -> None:
+        """See `TargetEngine.keep`."""
+        self.cache.grow(counts)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """See `TargetEngine.select`."""
+        self.cache.select(rows)
+
+    def update(
+        self,
+        keys: Float[Tensor, "row kv_head width d_head"],
+        values: Float[Tensor, "row kv_head width d_head"],
+        layer: int,
+        *_: object,
+        **__: object,
+    ) -> tuple[Tensor, Tensor]:
+        """Store what a layer computed; all keys and values up to the end of the longest row."""
+        self.cache.write(layer, self.at, keys.transpose(1, 2), values.transpose(1, 2))
+        view = slice(None, len(keys)), slice(None, self._reach())
+        return self.cache.keys[layer][view].transpose(1, 2), self.cache.values[layer][view].transpose(1, 2)
+
+    def _pass(self, tokens: Int[Tensor, "row width"]) -> Float[Tensor, "row width d_model"]:
+        self.at = self.cache.next(tokens.shape[1])
+        hidden = torch.arange(self._reach(), device=tokens.device) > self.at[..., None]
+        mask = torch.zeros(hidden.shape, device=tokens.device, dtype=self.target.dtype)
+        mask = mask.masked_fill_(hidden, float("-inf"))[:, None]
+        with self.target.capture(self.layers) as self.caught:
+            passed = self.target.model.base_model(
+                input_ids=tokens, attention_mask=mask, position_ids=self.at, cache=self, use_cache=True
+            )
+        return passed.last_hidden_state
+
+    def _reach(self) -> int:
+        return max(self.cache.lengths) + self.at.shape[1]
+
+
+class ReferenceDraft:
+    """A draft's own modules over its context."""
+
+    def __init__(self, draft: Draft, rows: int, capacity: int, width: int) -> None:
+        config = draft.config
+        self.draft, self.width = draft, width
+        self.cache = RowCache(
+            config.num_hidden_layers,
+            rows,
+            capacity,
+            config.num_key_value_heads,
+            config.head_dim,
+            draft.fc.weight,
+        )
+
+    def extend(self, taps: Float[Tensor, "row width taps_d_model"], counts: Sequence[int]) -> None:
+        """See `DraftEngine.extend`."""
+        draft, like = self.draft, self.draft.fc.weight
+        self.cache.lengths = self.cache.lengths or [0] * len(counts)
+        at = self.cache.next(taps.shape[1])
+        feature = draft.hook_context(draft.hidden_norm(draft.fc(taps.to(like.device, like.dtype))))
+        rotary = rotary_tables(at, draft.config.head_dim, draft.config.rope_theta, like.dtype)
+        for layer, block in enumerate(draft.blocks):
+            self.cache.write(layer, at, *cast(Block, block).attn.context_kv(feature, rotary))
+        self.cache.grow(counts)
+
+    def propose(
+        self,
+        anchor_tokens: Int[Tensor, "row"],
+        *,
+        temperature: float = 1.0,
+        noise: Float[Tensor, "row draft_slot"] | None = None,
+        on_trunk: Callable[[], None] | None = None,
+    ) -> Proposal:
+        """See `DraftEngine.propose`."""
+        view = slice(None, len(anchor_tokens)), slice(None, max(self.cache.lengths))
+        context = Context(
+            tuple(keys[view] for keys in self.cache.keys), tuple(values[view] for values in self.cache.values)
+        )
+        anchors, tokens = self.cache.next(1), anchor_tokens[:, None]
+        with _after(self.draft.ln_final, on_trunk):
+            if noise is None:
+                return Proposal(self.draft.draft_greedy(context, tokens, anchors, width=self.width))
+            if isinstance(self.draft, DSpine):
+                return self._walk(self.draft, context, tokens, anchors, temperature, noise)
+            states = self.draft.run(context, tokens, anchors, width=self.width)
+            probs = tempered(self.draft.logits(states.hidden[:, 1:]), temperature)
+        every = self.draft.to_tokens(torch.arange(probs.shape[-1], device=probs.device))
+        return Proposal(every[pick(probs, noise)], Candidates(every.expand_as(probs), probs))
+
+    def _walk(
+        self,
+        draft: DSpine,
+        context: Context,
+        tokens: Tensor,
+        anchors: Tensor,
+        temperature: float,
+        noise: Tensor,
+    ) -> Proposal:
+        states = draft.run(context, tokens, anchors, width=self.width)
+        table = draft.transition_cache(states, tokens)
+        drawn, probs = table.walk_sampled(temperature, noise)
+        return Proposal(drawn, Candidates(table.candidates, probs))
+
+    def select(self, rows: Sequence[int]) -> None:
+        """See `DraftEngine.select`."""
+        self.cache.select(rows)
+
+
+@contextmanager
+def _after(module: nn.Module, call: Callable[[], None] | None) -> Iterator[None]:
+    """While the block runs, `call` follows every pass of `module`."""
+
+    def hook(*_: object) -> None:
+        if call is not None:
+            call()
+
+    handle = module.register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
