@@ -78,6 +78,12 @@ def train(
         int | None,
         typer.Option(help="Unused embedding row; default: the known one of the target's vocabulary."),
     ] = None,
+    init: Annotated[
+        str | None, typer.Option(help="Go on from this checkpoint, a folder or a shipped draft's name.")
+    ] = None,
+    visible_prefix: Annotated[
+        bool, typer.Option(help="Show the gold tokens of a random prefix of every block.")
+    ] = False,
     causal: Annotated[bool, typer.Option(help="A slot sees only earlier slots; dspine always does.")] = False,
     supervision: Annotated[
         str,
@@ -134,6 +140,7 @@ def train(
         optimizer=optimizer,
         seed=seed,
         save_every=save_every,
+        visible_prefix=visible_prefix,
     )
     plan = DraftPlan(
         kind,
@@ -144,6 +151,7 @@ def train(
         mask_token,
         causal,
         Supervision(supervision, supervision_weight),
+        init,
     )
     store = FeatureStore.open(*features)
     run = work or output.with_name(output.name + ".run")

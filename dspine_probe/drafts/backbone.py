@@ -284,8 +284,9 @@ class Backbone(nn.Module, ABC):
         anchors: Int[Tensor, "batch anchor"],
         *,
         width: int | None = None,
+        visible: Int[Tensor, "block draft_slot"] | None = None,
     ) -> BlockStates:
-        """One parallel pass over all blocks."""
+        """One parallel pass over all blocks; `visible` as in `embed_block`."""
 
     def forward(
         self,
@@ -294,9 +295,10 @@ class Backbone(nn.Module, ABC):
         anchors: Int[Tensor, "batch anchor"],
         *,
         width: int | None = None,
+        visible: Int[Tensor, "block draft_slot"] | None = None,
     ) -> Float[Tensor, "block draft_slot draft_vocab"]:
         """Unary scores of slots 1…T for blocks at `anchors`, from the tapped states of whole sequences."""
-        states = self.run(self.encode_context(taps), anchor_tokens, anchors, width=width)
+        states = self.run(self.encode_context(taps), anchor_tokens, anchors, width=width, visible=visible)
         return self.logits(states.hidden[:, 1:])
 
     def encode_context(self, taps: Float[Tensor, "batch ctx taps_d_model"], *, start: int = 0) -> Context:
@@ -308,11 +310,17 @@ class Backbone(nn.Module, ABC):
         return Context(tuple(k for k, _ in pairs), tuple(v for _, v in pairs))
 
     def embed_block(
-        self, anchor_tokens: Int[Tensor, "batch anchor"], width: int
+        self,
+        anchor_tokens: Int[Tensor, "batch anchor"],
+        width: int,
+        visible: Int[Tensor, "block draft_slot"] | None = None,
     ) -> Float[Tensor, "block slot d_model"]:
-        """[E(anchor), E(mask) × (width − 1)] for every block."""
+        """[E(anchor), E(mask) × (width − 1)] for every block; where `visible` is not −1, E(that token) for E(mask)."""
         tokens = anchor_tokens.new_full((anchor_tokens.numel(), width), self.config.mask_token_id)
         tokens[:, 0] = anchor_tokens.flatten()
+        if visible is not None:
+            _check_visible(visible, (len(tokens), width - 1), self.config.vocab_size)
+            tokens[:, 1:] = torch.where(visible >= 0, visible, tokens[:, 1:])
         return self.hook_embed(F.embedding(tokens, self.embedding))
 
     def block_inputs(
@@ -350,6 +358,16 @@ def _inverse(vocabulary: Int[Tensor, "draft_vocab"] | None, vocab_size: int) -> 
     index = torch.full((vocab_size,), -1, device=vocabulary.device)
     index[vocabulary] = torch.arange(len(vocabulary), device=vocabulary.device)
     return index
+
+
+def _check_visible(visible: Tensor, shape: tuple[int, int], vocab_size: int) -> None:
+    if tuple(visible.shape) != shape:
+        raise UsageError(
+            f"visible tokens are {tuple(visible.shape)} but the blocks have {shape} draft slots; give each slot a "
+            "token, or −1 for the mask."
+        )
+    if visible.numel() and not -1 <= int(visible.min()) <= int(visible.max()) < vocab_size:
+        raise UsageError(f"visible tokens must be −1 or one of 0…{vocab_size - 1}.")
 
 
 def _check_target(config: DraftConfig, embedding: Tensor, head: Tensor, vocabulary: Tensor | None) -> None:

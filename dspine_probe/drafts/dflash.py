@@ -27,12 +27,16 @@ class DFlash(Backbone):
         anchors: Int[Tensor, "batch anchor"],
         *,
         width: int | None = None,
+        visible: Int[Tensor, "block draft_slot"] | None = None,
         keep_residuals: bool = False,
     ) -> FlashStates:
-        """One parallel pass over all blocks. `anchors` are the positions of `anchor_tokens`; `width` ≤ block_size."""
+        """One parallel pass over all blocks. `anchors` are the positions of `anchor_tokens`; `width` ≤ block_size.
+
+        `visible` shows given tokens in slots 1…T (−1: the mask); `keep_residuals` keeps the stream after each layer.
+        """
         width = width or self.config.block_size
         rotary, bias = self.block_inputs(context, anchors, width)
-        x = self.embed_block(anchor_tokens, width)
+        x = self.embed_block(anchor_tokens, width, visible)
         residuals = []
         for block, keys, values in zip(self.blocks, context.keys, context.values, strict=True):
             x = block(x, keys, values, rotary, bias)

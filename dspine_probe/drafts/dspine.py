@@ -151,13 +151,17 @@ class DSpine(Backbone):
         anchors: Int[Tensor, "batch anchor"],
         *,
         width: int | None = None,
+        visible: Int[Tensor, "block draft_slot"] | None = None,
         true_predecessors: TruePredecessors | None = None,
         keep_features: bool = False,
     ) -> SpineStates:
-        """One parallel pass over all blocks; `keep_features` also reads each layer out after its injection."""
+        """One parallel pass over all blocks; `keep_features` also reads each layer out after its injection.
+
+        Slots that show a `visible` token (−1: the mask) send their feature on like any other, not that token's code.
+        """
         width = width or self.config.block_size
         rotary, bias = self.block_inputs(context, anchors, width)
-        x = self.embed_block(anchor_tokens, width)
+        x = self.embed_block(anchor_tokens, width, visible)
         anchor_code = self.scaled_codes(anchor_tokens.flatten(), x.dtype)[:, None]
         features = []
         pre_write = x

@@ -6,7 +6,7 @@ Every batch is a pure function of (seed, step), so a resumed run sees exactly wh
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -20,7 +20,8 @@ class Batch:
     """Blocks of several sequences. Slot k of a block at anchor a is labelled with token a + k.
 
     `weight` is 0 for slots past the sequence, past the first unsupervised slot, and in dummy blocks; otherwise
-    exp(−(k − 1)/γ). `teacher` is the target's final state one position before each label.
+    exp(−(k − 1)/γ). `teacher` is the target's final state one position before each label. `visible` holds the tokens
+    that slots show in place of the mask (−1: the mask); None where all slots show the mask.
     """
 
     taps: Float[Tensor, "batch ctx taps_d_model"]
@@ -30,12 +31,12 @@ class Batch:
     weight: Float[Tensor, "block draft_slot"]
     teacher: Float[Tensor, "block draft_slot d_model"]
     real: Bool[Tensor, "batch anchor"]
+    visible: Int[Tensor, "block draft_slot"] | None = None
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on another device."""
-        return Batch(
-            *(getattr(self, name).to(device, non_blocking=True) for name in self.__dataclass_fields__)
-        )
+        moved = {name: t.to(device, non_blocking=True) for name, t in vars(self).items() if t is not None}
+        return replace(self, **moved)
 
 
 def valid_anchors(sequence: Sequence) -> Int[Tensor, "valid"]:
@@ -91,6 +92,17 @@ def make_batch(
         torch.cat(teachers),
         real,
     )
+
+
+def show_prefixes(batch: Batch, generator: torch.Generator) -> Batch:
+    """The batch with a random prefix of every block shown: m uniform in 0…T − 1, slots 1…m show their own label.
+
+    Slots that show it carry no weight; the others keep the weight they had.
+    """
+    blocks, slots = batch.weight.shape
+    shown = torch.randint(0, slots, (blocks, 1), generator=generator) > torch.arange(slots)
+    visible = torch.where(shown, batch.tokens[:, 1:], -1)
+    return replace(batch, visible=visible, weight=batch.weight * ~shown)
 
 
 def visiting_order(lengths: Seq[int], group: int, seed: int, epoch: int) -> list[list[int]]:

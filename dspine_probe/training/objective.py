@@ -61,6 +61,7 @@ class DFlashObjective(nn.Module):
             context,
             batch.anchor_tokens,
             batch.anchors,
+            visible=batch.visible,
             keep_residuals=self.intermediate is not None,
         )
         labels, weight = supervised(self.draft, batch)
@@ -99,6 +100,7 @@ class DSpineObjective(nn.Module):
             context,
             batch.anchor_tokens,
             batch.anchors,
+            visible=batch.visible,
             true_predecessors=truth,
             keep_features=spine.alignment_weight > 0,
         )
@@ -164,10 +166,14 @@ def supervised(
 ) -> tuple[Int[Tensor, "block draft_slot"], Float[Tensor, "block draft_slot"]]:
     """Labels in the draft's vocabulary, and weights cut at the first slot that cannot be supervised.
 
-    Verification never reaches past a token the draft cannot propose, so neither does the loss.
+    Verification never reaches past a token the draft cannot propose, so neither does the loss. A slot that shows its
+    token needs no proposal.
     """
     labels = draft.to_index(batch.tokens[:, 1:])
-    prefix = ((labels >= 0) & (batch.weight > 0)).long().cumprod(dim=-1)
+    passed = (labels >= 0) & (batch.weight > 0)
+    if batch.visible is not None:
+        passed |= batch.visible >= 0
+    prefix = passed.long().cumprod(dim=-1)
     return labels, batch.weight * prefix
 
 

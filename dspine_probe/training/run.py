@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,15 @@ import torch
 
 from dspine_probe import __version__
 from dspine_probe.drafts import Draft
-from dspine_probe.drafts.checkpoint import save_draft
+from dspine_probe.drafts.checkpoint import WEIGHTS, load_draft, save_draft, shipped_checkpoints
 from dspine_probe.errors import UsageError
-from dspine_probe.files import write_atomically
+from dspine_probe.files import sha256_of, write_atomically
 from dspine_probe.target import Target
 from dspine_probe.training.corpus import Corpus, Example
 from dspine_probe.training.features import FeatureStore, build_features
 from dspine_probe.training.intermediate import NONE, Intermediate, Supervision
 from dspine_probe.training.objective import objective_for
-from dspine_probe.training.recipes import frequent_tokens, new_draft
+from dspine_probe.training.recipes import KINDS, frequent_tokens, new_draft
 from dspine_probe.training.trainer import StepReport, TrainConfig, train
 from dspine_probe.training.validation import Validation, split, validate
 from dspine_probe.training.warmstart import warm_start
@@ -37,7 +37,11 @@ _QUICK_CHECK = 48  # held-out sequences tried while training; the card uses all 
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """What to make: kind, depth, width of the block, and how many frequent tokens it may propose (None: all)."""
+    """What to make: kind, depth, width of the block, and how many frequent tokens it may propose (None: all).
+
+    With `init`, a shipped draft's name or a checkpoint folder, training goes on from there, and the checkpoint's own
+    geometry holds in place of the plan's.
+    """
 
     kind: str
     layers: int = 5
@@ -47,6 +51,7 @@ class DraftPlan:
     mask_token_id: int | None = None
     causal: bool = False
     supervision: Supervision = Supervision()
+    init: str | None = None
 
     def settings(self) -> dict[str, Any]:
         """Every choice, flat."""
@@ -93,9 +98,12 @@ def train_draft(
     reports: Reports = Reports(),
 ) -> Draft:
     """Train a new draft on `store`, or resume the run in `work`, and write its checkpoint to `output`."""
-    _check_plan(plan, work)
     train_on, held_out = split(store.meta.ids)
-    draft = _start(plan, target, store, train_on, config.seed)
+    if plan.init is None:
+        draft = _start(plan, target, store, train_on, config.seed)
+    else:
+        plan, draft = _continue(plan, target, store)
+    _check_plan(plan, work)
     objective = objective_for(draft, _intermediate(plan, target))
     began = time.monotonic()
     train(
@@ -137,6 +145,32 @@ def _start(plan: DraftPlan, target: Target, store: FeatureStore, train_on: list[
         length = min(len(row) for row in rows)
         warm_start(draft, target, torch.stack([row[:length] for row in rows]).to(target.device))
     return draft
+
+
+def _continue(plan: DraftPlan, target: Target, store: FeatureStore) -> tuple[DraftPlan, Draft]:
+    """The checkpoint that the plan begins with, and the plan with what is really being made."""
+    assert plan.init is not None
+    draft = load_draft(plan.init, target, dtype=torch.float32)
+    config = draft.config
+    if config.architecture != KINDS.get(plan.kind):
+        raise UsageError(f"{plan.init} holds a {config.architecture}, not a {plan.kind}; name its own kind.")
+    if config.target_layer_ids != store.meta.taps:
+        raise UsageError(
+            f"{plan.init} reads taps {list(config.target_layer_ids)} but the features hold {list(store.meta.taps)}; "
+            "build features with its taps."
+        )
+    weights = shipped_checkpoints().get(plan.init, Path(plan.init)) / WEIGHTS
+    made = replace(
+        plan,
+        layers=config.num_hidden_layers,
+        block_size=config.block_size,
+        draft_vocab=config.draft_vocab_size,
+        warm=False,
+        mask_token_id=config.mask_token_id,
+        causal=config.is_causal,
+        init=f"{Path(plan.init).name}, sha256 of the weights {sha256_of(weights)[:16]}",
+    )
+    return made, draft
 
 
 def _intermediate(plan: DraftPlan, target: Target) -> Intermediate | None:

@@ -23,7 +23,13 @@ from torch import Tensor, nn
 from dspine_probe.drafts import Draft
 from dspine_probe.errors import ProbeError, UsageError
 from dspine_probe.files import write_atomically
-from dspine_probe.training.anchors import Batch, make_batch, sample_anchors, visiting_order
+from dspine_probe.training.anchors import (
+    Batch,
+    make_batch,
+    sample_anchors,
+    show_prefixes,
+    visiting_order,
+)
 from dspine_probe.training.features import FeatureStore
 from dspine_probe.training.intermediate import READOUTS
 from dspine_probe.training.objective import Objective, Progress, objective_for
@@ -33,7 +39,10 @@ from dspine_probe.training.validation import Validation, validate
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Budget and optimiser of a run. One micro-batch is `sequences` × `anchors` blocks on each process."""
+    """Budget and optimiser of a run. One micro-batch is `sequences` × `anchors` blocks on each process.
+
+    With `visible_prefix`, every block shows the gold tokens of a random prefix and is trained on the slots behind it.
+    """
 
     blocks: int
     sequences: int = 8
@@ -48,6 +57,7 @@ class TrainConfig:
     save_every: int = 200
     log_every: int = 10
     mixed_precision: str = "bf16"
+    visible_prefix: bool = False
 
     def __post_init__(self) -> None:
         if self.optimizer not in ("adamw", "muon"):
@@ -232,13 +242,14 @@ class _Batches:
         generator = torch.Generator().manual_seed(config.seed * 1_000_003 + number)
         sequences = [self.store[self.indices[i]] for i in order[place]]
         anchors = [sample_anchors(s, config.anchors, generator) for s in sequences]
-        return make_batch(
+        batch = make_batch(
             sequences,
             anchors,
             block_size=self.block_size,
             gamma=config.gamma,
             anchors_per_sequence=config.anchors,
         )
+        return show_prefixes(batch, generator) if config.visible_prefix else batch
 
 
 def make_optimizers(trained: nn.Module, config: TrainConfig) -> list[torch.optim.Optimizer]:
