@@ -12,7 +12,6 @@ Entry points: `generate` for one prompt, `generate_batch` for several side by si
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from itertools import repeat
 
 import torch
@@ -24,6 +23,7 @@ from dspine_probe.decoding.engine import Engines, Proposal
 from dspine_probe.decoding.generation import Generation, Round
 from dspine_probe.decoding.reference import REFERENCE
 from dspine_probe.decoding.requests import check
+from dspine_probe.decoding.rows import Row
 from dspine_probe.decoding.verify import Verdict, target_probs, verify_greedy, verify_sampled
 from dspine_probe.drafts import Draft
 from dspine_probe.errors import ProbeError
@@ -109,7 +109,7 @@ def generate_batch(
         return []
     stops = frozenset(target.stop_ids if stop_ids is None else stop_ids)
     rows = [
-        _Row(index, prompt, generator, stops, max_new_tokens, on_tokens)
+        Row(index, prompt, generator, stops, max_new_tokens, on_tokens)
         for index, (prompt, generator) in enumerate(zip(prompts, generators or repeat(None), strict=False))
     ]
     try:
@@ -123,55 +123,6 @@ def generate_batch(
         ) from error
 
 
-@dataclass
-class _Row:
-    """A sequence being written."""
-
-    index: int
-    prompt: Sequence[int]
-    generator: torch.Generator | None
-    stops: frozenset[int]
-    limit: int
-    on_tokens: Callable[[int, tuple[int, ...]], None] | None
-    tokens: list[int] = field(default_factory=list)
-    rounds: list[Round] = field(default_factory=list)
-    marks: int = 0  # of the batch's clock, when this row was done
-
-    @property
-    def stopped(self) -> bool:
-        return self.tokens[-1] in self.stops
-
-    @property
-    def done(self) -> bool:
-        return self.stopped or len(self.tokens) == self.limit
-
-    def commit(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """Append tokens up to the first stop id or the limit; what was appended."""
-        stop = next((at + 1 for at, token in enumerate(tokens) if token in self.stops), len(tokens))
-        added = tuple(tokens[: min(stop, self.limit - len(self.tokens))])
-        self.tokens += added
-        if self.on_tokens is not None:
-            self.on_tokens(self.index, added)
-        return added
-
-    def finish_round(self, drafted: Sequence[int], accepted: int, following: int) -> int:
-        """Commit what a verdict left standing; how many tokens that is."""
-        anchor = len(self.prompt) + len(self.tokens) - 1
-        added = self.commit([*drafted[:accepted], following])
-        self.rounds.append(Round(anchor, tuple(drafted), min(accepted, len(added)), added))
-        return len(added)
-
-    def generation(self, clock: Clock) -> Generation:
-        """The finished answer."""
-        return Generation(
-            prompt_ids=tuple(self.prompt),
-            tokens=tuple(self.tokens),
-            finish="stop" if self.stopped else "length",
-            rounds=tuple(self.rounds),
-            timing=clock.timing(self.marks),
-        )
-
-
 class _Batch:
     """Rows in flight, the engines they share, and the clock."""
 
@@ -179,7 +130,7 @@ class _Batch:
         self,
         target: Target,
         draft: Draft | None,
-        rows: Sequence[_Row],
+        rows: Sequence[Row],
         width: int,
         sampling: Sampling,
         engines: Engines,

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from dspine_probe.decoding.cache import RowCache
 from dspine_probe.decoding.engine import Candidates, Proposal
 from dspine_probe.drafts import Context, Draft, DSpine
 from dspine_probe.drafts.backbone import Block, rotary_tables
@@ -37,56 +38,6 @@ class ReferenceEngines:
 
 
 REFERENCE = ReferenceEngines()
-
-
-class RowCache:
-    """Keys and values of rows that end at different positions."""
-
-    def __init__(
-        self, layers: int, rows: int, capacity: int, heads: int, head_dim: int, like: Tensor
-    ) -> None:
-        self.keys = like.new_zeros(layers, rows, capacity, heads, head_dim)
-        self.values = torch.zeros_like(self.keys)
-        self.capacity = capacity
-        self.lengths: list[int] = []
-
-    def next(self, width: int) -> Int[Tensor, "row width"]:
-        """Positions of the next `width` tokens of every row.
-
-        Raises:
-            UsageError: the longest row has no room for them.
-        """
-        longest = max(self.lengths)
-        if longest + width > self.capacity:
-            raise UsageError(
-                f"a row of {longest} tokens and {width} more do not fit a cache of {self.capacity} positions; "
-                "open the engine with more capacity or shorten the prompt"
-            )
-        ends = torch.tensor(self.lengths, device=self.keys.device)
-        return ends[:, None] + torch.arange(width, device=ends.device)
-
-    def write(
-        self,
-        layer: int,
-        at: Int[Tensor, "row width"],
-        keys: Float[Tensor, "row width kv_head d_head"],
-        values: Float[Tensor, "row width kv_head d_head"],
-    ) -> None:
-        """Store a layer's new keys and values at positions `at`."""
-        owner = torch.arange(len(at), device=at.device)[:, None]
-        self.keys[layer, owner, at], self.values[layer, owner, at] = keys, values
-
-    def grow(self, counts: Sequence[int]) -> None:
-        """Count the next `counts[r]` positions of row r as its own."""
-        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
-
-    def select(self, rows: Sequence[int]) -> None:
-        """Close the gaps between these rows in place; a row only ever moves down."""
-        for new, old in enumerate(rows):
-            if new != old:
-                for cache in (self.keys, self.values):
-                    cache[:, new, : self.lengths[old]] = cache[:, old, : self.lengths[old]]
-        self.lengths = [self.lengths[row] for row in rows]
 
 
 class ReferenceTarget:
