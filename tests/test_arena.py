@@ -64,7 +64,7 @@ def test_saved_arenas_come_back_whole_and_damaged_ones_are_refused(tmp_path: Pat
     again = Arena.load(tmp_path)
     assert again.about == arena.about and again.sets == arena.sets
     for old, new in zip(arena.batches(), again.batches(), strict=True):
-        assert all(torch.equal(getattr(old, k), getattr(new, k)) for k in old.__dataclass_fields__)
+        assert all(torch.equal(part, vars(new)[name]) for name, part in vars(old).items() if part is not None)
     file = tmp_path / "arena.safetensors"
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(ProbeError, match="build the arena again"):
