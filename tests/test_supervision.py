@@ -1,0 +1,335 @@
+"""The supervision experiment on tiny drafts: trained, measured and told, with numbers checked by other means."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from test_arena import tiny_arena
+from test_intermediate import real_store
+from test_training import CONFIG
+from tiny import MASK
+from torch.nn import functional as F
+from toy import seeded
+
+from dspine_probe.decoding.offline import walk
+from dspine_probe.drafts.checkpoint import load_draft
+from dspine_probe.errors import UsageError
+from dspine_probe.experiments import supervision_arms, supervision_readings
+from dspine_probe.experiments.acceptance import MEAN, AcceptanceResult, measure
+from dspine_probe.experiments.arena import Arena
+from dspine_probe.experiments.supervision import SupervisionConfig, supervision
+from dspine_probe.experiments.supervision_arms import (
+    Arm,
+    ArmRun,
+    ArmsPlan,
+    headline_arms,
+    rates_tried,
+    train_arms,
+    trained,
+    variant_arms,
+)
+from dspine_probe.experiments.supervision_readings import FITTED, FIXED, OWN, SHUFFLED, effective_rank
+from dspine_probe.experiments.supervision_result import LOWERS, RAISES, UNDECIDED, SupervisionResult
+from dspine_probe.experiments.supervision_table import ALL, OVER_SEEDS
+from dspine_probe.plots import supervision as plots
+from dspine_probe.target import Target
+from dspine_probe.training.intermediate import Supervision, load_readouts
+from dspine_probe.training.run import DraftPlan
+from dspine_probe.training.validation import Validation
+from dspine_probe.transfer import TransferSpace
+
+ARMS = {
+    **headline_arms((1, 2)),
+    "token-ce": Arm(Supervision("token-ce"), (1,)),
+    "cosine-unwhitened": Arm(Supervision("cosine-unwhitened"), (1,)),
+}
+PLAN = ArmsPlan(
+    ARMS,
+    dataclasses.replace(CONFIG, blocks=72, lr=1e-2, save_every=6),
+    DraftPlan("dflash", 3, 5, 40, warm=False, mask_token_id=MASK),
+    rates=(1e-2,),
+)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> tuple[Target, Arena, Path]:
+    folder = tmp_path_factory.mktemp("arms")
+    target, arena = tiny_arena(10, per_answer=3)
+    train_arms(PLAN, target, real_store(target), folder)  # type: ignore[arg-type]
+    return target, arena, folder
+
+
+@pytest.fixture(scope="module")
+def result(place: tuple[Target, Arena, Path]) -> SupervisionResult:
+    target, arena, folder = place
+    return supervision(target, trained(PLAN, folder), arena, config=SupervisionConfig(resamples=200))
+
+
+def value(result: SupervisionResult, column: str = "value", **wanted: object) -> float:
+    rows = result.select(**wanted)  # type: ignore[arg-type]
+    assert len(rows) == 1, wanted
+    return float(rows[column].iloc[0])
+
+
+def test_acceptance_is_that_of_the_evaluation(
+    place: tuple[Target, Arena, Path], result: SupervisionResult
+) -> None:
+    """The same rounds through the acceptance result that `evaluate` uses."""
+    target, arena, folder = place
+    runs, counts = trained(PLAN, folder), []
+    for arm, seed in (("none", 1), ("cosine", 1)):
+        draft = load_draft(runs[arm][seed].checkpoint, target)
+        for answer, name, rounds in zip(arena.answers, arena.sets, walk(draft, arena.answers), strict=True):
+            counts.append(measure(arm, name, answer.id, rounds, stopped=False, slots=4))
+    other = AcceptanceResult(tuple(counts), resamples=10)
+    for arm in ("none", "cosine"):
+        for name in (*arena.set_names, MEAN):
+            want = float(other.acceptance_length(arm, name).value)
+            assert value(result, arm=arm, metric="al", seed="1", set=name) == pytest.approx(want)
+    gain = value(result, arm="cosine", metric="al_gain", seed="1", set=MEAN)
+    each = [float(other.acceptance_length(arm).value) for arm in ("none", "cosine")]
+    assert gain == pytest.approx(each[1] - each[0])
+    both = result.select(arm="none", metric="al", set=MEAN).set_index("seed")["value"]
+    assert both[ALL] == pytest.approx((both["1"] + both["2"]) / 2)
+    survival = result.select(arm="cosine-unwhitened", metric="survival")["value"].tolist()
+    assert survival == sorted(survival, reverse=True)
+
+
+def test_gains_are_paired_and_use_common_seeds_alone(result: SupervisionResult) -> None:
+    gain = result.select(arm="cosine-unwhitened", metric="al_gain", set=MEAN).set_index("seed")
+    al = result.select(metric="al", set=MEAN).set_index(["arm", "seed"])["value"]
+    assert gain.loc[ALL, "value"] == pytest.approx(al["cosine-unwhitened", "1"] - al["none", "1"])
+    assert pd.isna(gain.loc[OVER_SEEDS, "low"]), "one seed has no spread"
+    over = result.select(arm="cosine", metric="al_gain", seed=OVER_SEEDS).iloc[0]
+    each = [value(result, arm="cosine", metric="al_gain", set=MEAN, seed=s) for s in ("1", "2")]
+    assert over["value"] == pytest.approx(sum(each) / 2)
+    # Student's 97.5 % point for one degree of freedom, times |a − b| / 2.
+    assert over["high"] - over["value"] == pytest.approx(12.706 * abs(each[0] - each[1]) / 2, rel=1e-3)
+    assert not len(result.select(arm="none", metric="al_gain"))
+
+
+@torch.no_grad()
+def test_cosines_and_hits_by_hand(place: tuple[Target, Arena, Path], result: SupervisionResult) -> None:
+    """One block after the other, from the plain forward of the draft."""
+    target, arena, folder = place
+    run = trained(PLAN, folder)["cosine"][1]
+    draft, space = load_draft(run.checkpoint, target), TransferSpace.fit(target.head, target.hidden_size // 3)
+    codes, readout = space.codes(target.head), load_readouts(run.run)[1]
+    assert not torch.equal(readout, space.basis.T), "trained"
+    cells: dict[str, list[tuple[int, torch.Tensor]]] = {"fixed": [], "own": [], "hits": []}
+    for index, (answer, anchors) in enumerate(zip(arena.answers, arena.anchors, strict=True)):
+        for anchor in anchors.tolist():
+            at = torch.tensor([[anchor]])
+            context = draft.encode_context(answer.taps[None])
+            states = draft.run(context, answer.tokens[at], at, keep_residuals=True)  # type: ignore[call-arg]
+            labels = answer.tokens[anchor + 1 : anchor + 5]
+            h = states.residuals[1][0, 1:]  # type: ignore[union-attr]
+            where = arena.set_names.index(arena.sets[index])
+            cells["fixed"].append((where, F.cosine_similarity(h @ space.basis, codes[labels], dim=-1)))
+            cells["own"].append((where, F.cosine_similarity(h @ readout.T, codes[labels], dim=-1)))
+            best = draft.to_tokens(draft.logits(states.hidden[0, 1:]).argmax(-1))
+            cells["hits"].append((where, (best == labels).float()))
+    want = {
+        name: torch.stack([torch.stack([v for s, v in rows if s == at]).mean() for at in (0, 1)]).mean()
+        for name, rows in cells.items()
+    }
+    keys = {"arm": "cosine", "seed": "1", "layer": 2}
+    assert value(result, metric=f"cosine, {FIXED}", **keys) == pytest.approx(float(want["fixed"]), abs=1e-5)
+    assert value(result, metric=f"cosine, {OWN}", **keys) == pytest.approx(float(want["own"]), abs=1e-5)
+    top1 = result.select(arm="cosine", metric="top1", slot=0)["value"].iloc[0]
+    other = supervision(target, {"none": trained(PLAN, folder)["none"], "cosine": {1: run}}, arena)
+    alone = other.select(arm="cosine", metric="top1", slot=0)["value"].iloc[0]
+    assert alone == pytest.approx(float(want["hits"]), abs=1e-6)
+    assert 0 <= top1 <= 1
+
+
+def test_own_readouts_belong_to_code_arms_and_supervised_layers(result: SupervisionResult) -> None:
+    own = result.select(metric=f"cosine, {OWN}", seed=ALL)
+    assert set(own["arm"]) == {"cosine", "cosine-unwhitened"}
+    assert set(own["layer"]) == {1, 2}
+    for reader in (FIXED, FITTED, FIXED + SHUFFLED, FITTED + SHUFFLED):
+        assert len(result.select(metric=f"cosine, {reader}", seed=ALL)) == 3 * len(ARMS)
+
+
+def test_a_fitted_readout_finds_what_is_there_and_nothing_that_is_not() -> None:
+    """Codes hidden in the stream by an unknown map are found on other prompts; noise is not."""
+    g = seeded(5)
+    codes = F.normalize(torch.randn(400, 4, 6, generator=g), dim=-1)
+    prompt = torch.arange(400) // 4
+    hidden = codes @ torch.randn(6, 12, generator=g)
+    found = F.cosine_similarity(supervision_readings._fitted(hidden, codes, prompt), codes, dim=-1)
+    assert found.mean() > 0.9
+    noise = torch.randn(400, 4, 12, generator=g)
+    lost = F.cosine_similarity(supervision_readings._fitted(noise, codes, prompt), codes, dim=-1)
+    assert lost.mean().abs() < 0.05
+
+
+def test_effective_rank_counts_equal_directions() -> None:
+    rows = torch.cat([torch.eye(6), -torch.eye(6)])
+    assert float(effective_rank(rows)) == pytest.approx(6)
+    assert float(effective_rank(rows[:, :3])) == pytest.approx(3)
+    assert float(effective_rank(rows + 100)) == pytest.approx(6), "the mean does not count"
+    line = torch.linspace(-1, 1, 9)[:, None] * torch.ones(1, 4)
+    assert float(effective_rank(line)) == pytest.approx(1, abs=1e-4)
+
+
+def test_curves_come_from_the_runs_files(
+    place: tuple[Target, Arena, Path], result: SupervisionResult
+) -> None:
+    *_, folder = place
+    rows = pd.read_csv(folder / "runs" / "cosine-1" / "validation.csv")
+    logged = pd.read_csv(folder / "runs" / "cosine-1" / "metrics.csv")
+    keys = {"arm": "cosine", "seed": "1"}
+    curve = result.select(metric="validation", **keys)
+    assert curve["blocks"].tolist() == rows["blocks"].tolist()
+    assert curve["value"].tolist() == pytest.approx(rows["tokens_per_anchor"].tolist())
+    at = int(rows["blocks"].iloc[1])
+    between = logged[(logged["step"] > rows["step"].iloc[0]) & (logged["step"] <= rows["step"].iloc[1])]
+    assert value(result, metric="grad_norm", blocks=at, **keys) == pytest.approx(
+        between["grad_norm"].median()
+    )
+    layer_2 = between["parts"].map(lambda text: json.loads(text)["layer_2"]).mean()
+    assert value(result, metric="layer_loss", blocks=at, layer=2, **keys) == pytest.approx(layer_2)
+    assert not len(result.select(arm="none", metric="layer_loss"))
+
+
+def test_a_rerun_trains_nothing_and_workers_share_the_arms(
+    place: tuple[Target, Arena, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    target, _, folder = place
+    store, begun = real_store(target), []
+    monkeypatch.setattr(supervision_arms, "train_draft", lambda *a, **k: begun.append(a[4].name))
+    train_arms(PLAN, target, store, folder)  # type: ignore[arg-type]
+    assert begun == []
+    for worker in (0, 1):
+        train_arms(PLAN, target, store, tmp_path, worker=worker, workers=2)  # type: ignore[arg-type]
+    assert begun == [
+        "none-1",
+        "none-2",
+        "token-ce-1",
+        "cosine-1",
+        "cosine-2",
+        "cosine-unwhitened-1",
+    ]
+    assert trained(PLAN, tmp_path) == {}
+
+
+def test_the_learning_rate_is_chosen_once_for_each_arm(
+    place: tuple[Target, Arena, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    target, *_ = place
+    store, used = real_store(target), []
+
+    def fake(plan, _target, _store, training, run, output, **_):  # type: ignore[no-untyped-def]
+        used.append((run.name, training.lr, training.seed, training.blocks))
+
+    def found(draft, *_):  # type: ignore[no-untyped-def]
+        return Validation(2.0 + ("0.002" in draft), (), 0)
+
+    monkeypatch.setattr(supervision_arms, "train_draft", fake)
+    monkeypatch.setattr(supervision_arms, "load_draft", lambda folder, *_: folder.name)
+    monkeypatch.setattr(supervision_arms, "validate", found)
+    arms = {"none": Arm(Supervision(), (7,)), "cosine": Arm(Supervision("cosine"), (7,), lr=0.5)}
+    plan = dataclasses.replace(PLAN, arms=arms, rates=(1e-3, 2e-3), tuning_blocks=60)
+    train_arms(plan, target, store, tmp_path)  # type: ignore[arg-type]
+    assert used == [
+        ("none-tuning-0.001", 1e-3, 1000, 60),
+        ("none-tuning-0.002", 2e-3, 1000, 60),
+        ("none-7", 2e-3, 7, 72),
+        ("cosine-7", 0.5, 7, 72),
+    ]
+    train_arms(plan, target, store, tmp_path)  # type: ignore[arg-type]
+    assert [name for name, *_ in used[4:]] == ["none-7", "cosine-7"], "chosen already"
+    assert rates_tried(tmp_path, list(arms))["none"]["chosen"] == 2e-3
+
+
+def test_variants_share_the_first_seed() -> None:
+    assert {arm.seeds for arm in variant_arms().values()} == {(0,)}
+    assert variant_arms()["token-ce 0.1"].supervision == Supervision("token-ce", 0.1)
+    assert {arm.seeds for arm in headline_arms().values()} == {(0, 1, 2)}
+
+
+def test_saved_results_say_the_same(result: SupervisionResult, tmp_path: Path) -> None:
+    result.save(tmp_path)
+    again = SupervisionResult.load(tmp_path)
+    pd.testing.assert_frame_equal(again.to_frame(), result.to_frame(), check_dtype=False)
+    assert again.findings() == result.findings()
+    assert again.claims() == result.claims()
+    assert again.arms["cosine"]["1"]["plan"]["supervision_arm"] == "cosine"
+
+
+def told(result: SupervisionResult, gains: dict[str, tuple[float, float, list[float]]]) -> SupervisionResult:
+    """The result with other gains: interval over prompts, and three seeds."""
+    table = result.table.copy()
+    table = table[~table["metric"].isin(["al_gain"])]
+    rows = []
+    for arm, (low, high, each) in gains.items():
+        common = {"arm": arm, "set": MEAN, "metric": "al_gain", "prompts": 10}
+        rows.append({**common, "seed": ALL, "value": (low + high) / 2, "low": low, "high": high})
+        rows += [{**common, "seed": str(seed), "value": v} for seed, v in enumerate(each)]
+    arms = {arm: dict.fromkeys("012", result.arms["none"]["1"]) for arm in ("none", *gains)}
+    return dataclasses.replace(result, table=pd.concat([table, pd.DataFrame(rows)]), arms=arms)
+
+
+def test_the_order_holds_fails_or_is_left_open(result: SupervisionResult) -> None:
+    up, down = (0.01, 0.05, [0.02, 0.03, 0.04]), (-0.05, -0.01, [-0.02, -0.03, -0.04])
+    wide, split = (-0.01, 0.05, [0.02, 0.03, 0.01]), (0.01, 0.05, [0.08, 0.03, -0.02])
+    for ce, cosine, verdicts, holds in (
+        (down, up, (LOWERS, RAISES), True),
+        (up, up, (RAISES, RAISES), False),
+        (down, down, (LOWERS, LOWERS), False),
+        (down, wide, (LOWERS, UNDECIDED), None),
+        (down, split, (LOWERS, UNDECIDED), None),
+    ):
+        made = told(result, {"token-ce": ce, "cosine": cosine})
+        assert (made.verdict("token-ce"), made.verdict("cosine")) == verdicts
+        assert made.holds() is holds
+    assert result.holds() is None, "two seeds decide nothing"
+
+
+def test_findings_and_claim_carry_the_numbers_of_the_table(result: SupervisionResult) -> None:
+    said = " ".join(result.findings())
+    gain = value(result, arm="cosine", metric="al_gain", seed=ALL, set=MEAN)
+    assert f"cosine − none: {gain:+.3f} [" in said
+    assert "is not decided here" in said
+    (claim,) = result.claims()
+    assert claim.id == "P3" and claim.holds is None
+    assert f"({gain:+.3f} [" in claim.here
+    assert ("learning rate chosen for each arm", "one rate for all arms", False) in claim.controls
+    assert result.config["skipped"]
+
+
+def test_figures_have_words_and_every_arm(result: SupervisionResult) -> None:
+    for make in (plots.arms, plots.curves, plots.cosines, plots.ranks):
+        block = make(result)
+        assert len(block.figure.data) >= len(ARMS)
+        assert all(arm in block.alt for arm in ARMS if arm != "none")
+        assert block.caption and len(block.table)
+    seeds = [trace for trace in plots.arms(result).figure.data if trace.text]
+    assert sorted(len(trace.y) for trace in seeds) == [1, 1, 2, 2]
+
+
+def test_refusals(place: tuple[Target, Arena, Path], tmp_path: Path) -> None:
+    target, arena, folder = place
+    runs = trained(PLAN, folder)
+    with pytest.raises(UsageError, match="no arm 'none'"):
+        supervision(target, {"cosine": runs["cosine"]}, arena)
+    with pytest.raises(UsageError, match="one seed in common"):
+        supervision(target, {"none": {1: runs["none"][1]}, "cosine": {2: runs["cosine"][2]}}, arena)
+    with pytest.raises(UsageError, match="was trained with seed 2"):
+        supervision(target, {"none": {1: runs["none"][2]}}, arena)
+    with pytest.raises(UsageError, match=r"plan\.json was not found"):
+        supervision(target, {"none": {1: ArmRun(runs["none"][1].checkpoint, tmp_path)}}, arena)
+    state = torch.load(runs["cosine"][1].run / "state.pt", weights_only=True)
+    (tmp_path / "plan.json").write_text((runs["cosine"][1].run / "plan.json").read_text())
+    torch.save({**state, "config": {**state["config"], "blocks": 999}}, tmp_path / "state.pt")
+    longer = ArmRun(runs["cosine"][1].checkpoint, tmp_path)
+    with pytest.raises(UsageError, match="trained with blocks 999 and none with 72"):
+        supervision(target, {"none": runs["none"], "cosine": {1: longer}}, arena)
+    with pytest.raises(UsageError, match="cannot report it too"):
+        ArmsPlan(headline_arms((1000,)), PLAN.training)
