@@ -1,8 +1,8 @@
 """Drawing tokens: tempered distributions, the nucleus, and the draw itself.
 
 Draws take uniform numbers, not a generator: who draws decides where chance comes from, and a draw is a pure function
-that runs unchanged in a batch or on another device. Used by drafts and by verification. Entry points: `tempered`,
-`nucleus`, `pick`, `Sampling`.
+that runs unchanged in a batch or on another device. Used by drafts and by verification. Entry points: `Sampling`,
+`generators`, `tempered`, `nucleus`, `pick`.
 """
 
 from __future__ import annotations
@@ -59,6 +59,17 @@ class Sampling:
 
 
 GREEDY = Sampling()
+
+
+def generators(seed: int, count: int) -> list[torch.Generator]:
+    """Unrelated generators, one for each of `count` rows; row r's is the same whatever the count.
+
+    Their seeds are drawn, since the first numbers of generators seeded with neighbouring small integers are not
+    independent enough to pool rows over them.
+    """
+    source = torch.Generator().manual_seed(seed)
+    drawn = [int(torch.randint(2**62, (), generator=source)) for _ in range(count)]
+    return [torch.Generator().manual_seed(each) for each in drawn]
 
 
 def tempered(scores: Float[Tensor, "*rows vocab"], temperature: float) -> Float[Tensor, "*rows vocab"]:
