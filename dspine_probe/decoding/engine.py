@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -99,6 +99,10 @@ class DraftEngine(Protocol):
 
 class Engines(Protocol):
     """Opens engines with fresh caches; what is costly to prepare (packed weights, graphs) is kept between calls."""
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What computes, for the record of a measurement."""
 
     def open_target(
         self, target: Target, *, taps: Sequence[int], rows: int, capacity: int, width: int

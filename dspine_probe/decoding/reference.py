@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import cast
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -25,6 +25,11 @@ from dspine_probe.target import Target
 
 class ReferenceEngines:
     """Opens reference engines; there is nothing to prepare and nothing is kept between calls."""
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """See `Engines.about`."""
+        return {"engines": "reference"}
 
     def open_target(
         self, target: Target, *, taps: Sequence[int], rows: int, capacity: int, width: int
