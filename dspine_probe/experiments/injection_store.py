@@ -62,10 +62,16 @@ def trained(folder: Path) -> dict[str, Record]:
 
 @dataclass(frozen=True)
 class InjectorSet:
-    """Trained arms of one draft, ready to run beside it, with the codes they were trained on."""
+    """Trained arms of one draft, ready to run beside it, with the codes they were trained on.
+
+    all_slots: whether they were trained on all slots of a block at once (causal drafts) or on one slot a block.
+    message: size of the injectors' message.
+    """
 
     modules: Mapping[str, ArmModule]
     codes: Codes
+    all_slots: bool
+    message: int
     records: Mapping[str, Record]
 
     @classmethod
@@ -97,7 +103,9 @@ class InjectorSet:
         first = records[chosen[0]]
         codes = Codes.of(target.head, first["rank"], first["seed"])
         modules = {name: _read(folder, records[name], draft, codes) for name in chosen}
-        return cls(modules, codes, {name: records[name] for name in chosen})
+        return cls(
+            modules, codes, first["all_slots"], first["message"], {name: records[name] for name in chosen}
+        )
 
 
 def _read(folder: Path, record: Record, draft: Draft, codes: Codes) -> ArmModule:

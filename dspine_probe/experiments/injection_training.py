@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,8 +51,8 @@ class InjectionPlan:
     trial_blocks: int = 3_072
     held_out_blocks: int = 1_024
     sequences: int = 8
-    anchors: int = 16
-    rates: tuple[float, ...] = (1e-3, 3e-3, 1e-2)
+    anchors: int = 8
+    rates: tuple[float, ...] = (2e-3, 5e-3, 1.2e-2)
     slow: float = 0.05
     groups: tuple[str, ...] = GROUPS
     depths: tuple[int | str, ...] | None = None
@@ -109,9 +109,23 @@ def train_injectors(
         UsageError: a depth or group that the draft does not have, too few sequences, or a folder of another draft.
         ProbeError: a loss is no longer a number.
     """
-    plan, folder = plan or InjectionPlan(), Path(folder)
+    plan = plan or InjectionPlan()
     groups = arms_of(draft, groups=plan.groups, depths=plan.depths, control_depths=plan.control_depths)
-    shop = _Workshop(draft, target, store, folder, plan, on_progress or _silent)
+    return train_arms(draft, target, store, folder, plan, groups, on_progress=on_progress)
+
+
+def train_arms(
+    draft: Draft,
+    target: Target,
+    store: FeatureStore,
+    folder: str | Path,
+    plan: InjectionPlan,
+    groups: Mapping[str, Sequence[Arm]],
+    *,
+    on_progress: Report | None = None,
+) -> InjectorSet:
+    """`train_injectors` for arms of one's own choice, those of a group side by side."""
+    shop = _Workshop(draft, target, store, Path(folder), plan, on_progress or _silent)
     for group, arms in groups.items():
         shop.finish(group, arms)
     return InjectorSet.load(

@@ -93,7 +93,7 @@ class CodeInjector(nn.Module):
 
 
 class ExtraMLP(nn.Module):
-    """A two-layer MLP behind the last layer, of about as many multiplications a slot as `layers` layers of the draft."""
+    """A two-layer MLP behind the last layer, of about as many multiplications a slot as `layers` draft layers."""
 
     def __init__(self, draft: Draft, layers: int) -> None:
         super().__init__()
