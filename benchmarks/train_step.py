@@ -24,7 +24,7 @@ from dspine_probe.config import DFLASH, DSPINE, DraftConfig, DSpineConfig
 from dspine_probe.drafts import DFlash, Draft, DSpine
 from dspine_probe.training.anchors import Batch
 from dspine_probe.training.objective import Progress, objective_for
-from dspine_probe.training.trainer import TrainConfig, make_optimizers
+from dspine_probe.training.optimization import TrainConfig, make_optimizers
 
 SEQUENCES, ANCHORS, CONTEXT, DRAFT_VOCAB = 8, 32, 300, 8192
 GEOMETRY = {

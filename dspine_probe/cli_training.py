@@ -104,8 +104,9 @@ def train(
 
     from dspine_probe.training.features import FeatureStore
     from dspine_probe.training.intermediate import Supervision
+    from dspine_probe.training.optimization import TrainConfig
     from dspine_probe.training.run import DraftPlan, Reports, train_draft
-    from dspine_probe.training.trainer import StepReport, TrainConfig
+    from dspine_probe.training.trainer import StepReport
     from dspine_probe.training.validation import Validation
 
     if threads is not None:

@@ -26,7 +26,7 @@ from dspine_probe.training.intermediate import (
     load_readouts,
 )
 from dspine_probe.training.objective import DFlashObjective, Progress, objective_for
-from dspine_probe.training.records import VALIDATION, read_rows
+from dspine_probe.training.records import VALIDATION, read_rows, trim_rows
 from dspine_probe.training.run import PLAN, DraftPlan, train_draft
 from dspine_probe.training.trainer import train
 from dspine_probe.transfer import TransferSpace
@@ -163,7 +163,7 @@ def test_a_supervised_run_resumes_to_the_bit(arm: str, tmp_path: Path) -> None:
 
 def test_a_kill_after_the_last_state_leaves_no_row_twice(tmp_path: Path) -> None:
     (tmp_path / VALIDATION).write_text("step,blocks\n4,24\n8,48\n12,7")
-    trainer.trim_rows(tmp_path / VALIDATION, 8)
+    trim_rows(tmp_path / VALIDATION, 8)
     assert [row["step"] for row in read_rows(tmp_path / VALIDATION)] == ["4", "8"]
 
 

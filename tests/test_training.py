@@ -26,7 +26,8 @@ from dspine_probe.training.objective import (
     replacement_probability,
     supervised,
 )
-from dspine_probe.training.trainer import TrainConfig, learning_rate, train
+from dspine_probe.training.optimization import TrainConfig, learning_rate
+from dspine_probe.training.trainer import train
 
 CONFIG = TrainConfig(
     blocks=120, sequences=2, anchors=3, lr=1e-2, save_every=4, log_every=1, mixed_precision="no"

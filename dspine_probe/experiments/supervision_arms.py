@@ -18,8 +18,9 @@ from dspine_probe.files import write_atomically
 from dspine_probe.target import Target
 from dspine_probe.training.features import FeatureStore
 from dspine_probe.training.intermediate import NONE, TOKEN_CE, Supervision
+from dspine_probe.training.optimization import TrainConfig
 from dspine_probe.training.run import DraftPlan, Reports, train_draft
-from dspine_probe.training.trainer import TrainConfig
+from dspine_probe.training.state import STATE
 from dspine_probe.training.validation import split, validate
 
 RATES = "rates.json"
@@ -165,7 +166,7 @@ def _tried(
             f"{_run_name(name, 'tuning')}-{lr:g}", name, plan, training, target, store, folder, on_run
         )
         # The checkpoint is all that is needed from here on, and a state takes several times its room.
-        (run.run / "state.pt").unlink(missing_ok=True)
+        (run.run / STATE).unlink(missing_ok=True)
         draft = load_draft(run.checkpoint, target)
         yield lr, validate(draft, store, held_out).tokens_per_anchor
 

@@ -16,6 +16,7 @@ from dspine_probe.errors import UsageError
 from dspine_probe.experiments.supervision_arms import ArmRun, Runs
 from dspine_probe.training.records import METRICS, VALIDATION, read_rows
 from dspine_probe.training.run import PLAN
+from dspine_probe.training.state import STATE
 
 _MAY_DIFFER = ("lr", "seed", "save_every", "log_every")
 
@@ -26,11 +27,11 @@ def run_settings(run: ArmRun) -> dict[str, dict[str, Any]]:
     Raises:
         UsageError: the run's folder does not hold them.
     """
-    for path in (run.run / PLAN, run.run / "state.pt"):
+    for path in (run.run / PLAN, run.run / STATE):
         if not path.is_file():
             raise UsageError(f"{path} was not found; give the folder in which the arm was trained.")
     # Mapped, not read: the settings are a few bytes of a large file.
-    state = torch.load(run.run / "state.pt", map_location="cpu", weights_only=True, mmap=True)
+    state = torch.load(run.run / STATE, map_location="cpu", weights_only=True, mmap=True)
     return {"plan": json.loads((run.run / PLAN).read_text()), "training": state["config"]}
 
 

@@ -25,8 +25,9 @@ from dspine_probe.training.corpus import Corpus, Example
 from dspine_probe.training.features import FeatureStore, build_features
 from dspine_probe.training.intermediate import NONE, Intermediate, Supervision
 from dspine_probe.training.objective import objective_for
+from dspine_probe.training.optimization import TrainConfig
 from dspine_probe.training.recipes import KINDS, frequent_tokens, new_draft
-from dspine_probe.training.trainer import StepReport, TrainConfig, train
+from dspine_probe.training.trainer import StepReport, train
 from dspine_probe.training.validation import Validation, split, validate
 from dspine_probe.training.warmstart import warm_start
 
