@@ -1,0 +1,167 @@
+"""What may stand in for a token when it is corrupted: the same for a token wherever it is used.
+
+* "rank 2": the target's best other token at that place, a mistake a draft would make;
+* "frequency": a random token about as common, which is seldom plausible there;
+* "mask": the draft's mask token, and "zero": no embedding at all (id NOTHING), which remove and do not mislead.
+
+Entry points: `substitutes` for one answer, `response_counts` and `FrequencyBands` for what "about as common" means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from jaxtyping import Float, Int
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from dspine_probe.errors import ProbeError, UsageError
+from dspine_probe.files import data_dir
+from dspine_probe.target import Target
+from dspine_probe.training.corpus import TOKENS
+from dspine_probe.training.features import Sequence as Answer
+
+RANK_2, FREQUENCY, MASK, ZERO = "rank 2", "frequency", "mask", "zero"
+KINDS = (RANK_2, FREQUENCY, MASK, ZERO)
+NOTHING = -1
+"""The id that `embed` takes to a zero vector."""
+SHIPPED_CORPORA = ("mixed", "synth")
+_BANDS = 10
+
+
+def embed(table: Float[Tensor, "vocab size"], tokens: Int[Tensor, "*place"]) -> Float[Tensor, "*place size"]:
+    """Rows of an embedding or code table, zero where the token is NOTHING."""
+    return F.embedding(tokens.clamp(min=0), table).masked_fill((tokens == NOTHING)[..., None], 0.0)
+
+
+@dataclass(frozen=True)
+class FrequencyBands:
+    """Token ids from common to rare, cut into at most ten bands that hold about a tenth of the counted text each.
+
+    order: ids that were counted. ends: counts up to and including each of them. band_ends: the same at the last id of
+    every band. A band has two ids or more, so that each of them has a neighbour.
+    """
+
+    order: Int[Tensor, "seen"]
+    ends: Int[Tensor, "seen"]
+    band_ends: Int[Tensor, "band"]
+
+    @classmethod
+    def of(cls, counts: Int[Tensor, "vocab"]) -> FrequencyBands:
+        """Bands of a count for every token id.
+
+        Raises:
+            UsageError: fewer than two ids have a count.
+        """
+        ranked = counts.sort(descending=True, stable=True)
+        seen = int((counts > 0).sum())
+        if seen < 2:
+            raise UsageError(
+                f"{seen} tokens have a count; matching by frequency needs counts of two or more."
+            )
+        ends = ranked.values[:seen].cumsum(0)
+        cuts = torch.searchsorted(ends, ends[-1] * torch.arange(1, _BANDS + 1) / _BANDS)
+        last: list[int] = []
+        for cut in cuts.clamp(max=seen - 1).tolist():
+            if cut - (last[-1] if last else -1) >= 2:
+                last.append(cut)
+        last[-1:] = [seen - 1]
+        return cls(ranked.indices[:seen], ends, ends[torch.tensor(last)])
+
+    def draw(self, tokens: Int[Tensor, "place"], generator: torch.Generator) -> Int[Tensor, "place"]:
+        """Another token of each one's band, by its share of the text; a token never counted gets one of the rarest."""
+        index = torch.full((int(max(tokens.max(), self.order.max())) + 1,), -1)
+        index[self.order] = torch.arange(len(self.order))
+        place, rarest = index[tokens], len(self.band_ends) - 1
+        starts, band_starts = F.pad(self.ends, (1, 0)), F.pad(self.band_ends, (1, 0))
+        start, width = starts[place.clamp(min=0)], (starts[1:] - starts[:-1])[place.clamp(min=0)]
+        width = torch.where(place < 0, 0, width)
+        band = torch.where(place < 0, rarest, torch.searchsorted(self.band_ends, start, right=True))
+        room = self.band_ends[band] - band_starts[band] - width
+        drawn = (torch.rand(len(tokens), generator=generator, dtype=torch.float64) * room).long()
+        drawn = band_starts[band] + drawn.minimum(room - 1)
+        # The token's own stretch is stepped over.
+        drawn += torch.where((place >= 0) & (drawn >= start), width, 0)
+        return self.order[torch.searchsorted(self.ends, drawn, right=True)]
+
+
+def response_counts(vocab_size: int, folders: Sequence[Path] | None = None) -> Int[Tensor, "vocab"]:
+    """How often each token id occurs in the responses of packed corpora, by default the shipped ones.
+
+    Raises:
+        UsageError: a corpus is missing or holds ids that the target does not have.
+        ProbeError: a corpus is damaged.
+    """
+    folders = [data_dir() / "corpora" / name for name in SHIPPED_CORPORA] if folders is None else folders
+    counts = torch.zeros(vocab_size, dtype=torch.long)
+    for folder in folders:
+        if not (folder / TOKENS).is_file():
+            raise UsageError(f"{folder} holds no corpus to count tokens in; pass counts of your own.")
+        try:
+            # Reading the corpus whole would ask for prompts that it may not hold.
+            found = torch.bincount(load_file(folder / TOKENS)["response"].long(), minlength=vocab_size)
+        except (OSError, KeyError, SafetensorError) as error:
+            raise ProbeError(f"the corpus in {folder} is damaged ({error}); pack it again.") from error
+        if len(found) > vocab_size:
+            raise UsageError(
+                f"{folder} holds token {len(found) - 1} and the target has {vocab_size}; pass counts of its own text."
+            )
+        counts += found
+    return counts
+
+
+def substitutes(
+    target: Target,
+    answer: Answer,
+    kinds: Sequence[str],
+    *,
+    mask_token: int,
+    bands: FrequencyBands | None,
+    generator: torch.Generator,
+) -> dict[str, Int[Tensor, "n"]]:
+    """For every kind, what stands in for each token of the response; prompt tokens stay as they are.
+
+    Args:
+        answer: with the target's final states, which say what it would have written instead.
+        bands: needed for the kind "frequency".
+
+    Raises:
+        UsageError: a kind would leave a token of the response as it is.
+    """
+    start, own = answer.prompt_length, answer.tokens[answer.prompt_length :]
+    found = {}
+    for kind in kinds:
+        if kind == RANK_2:
+            stand_in = _second_choices(target, answer)
+        elif kind == FREQUENCY:
+            if bands is None:
+                raise UsageError(
+                    "the kind 'frequency' needs counts of tokens; pass `counts` or leave it out."
+                )
+            stand_in = bands.draw(own, generator)
+        else:
+            stand_in = torch.full_like(own, mask_token if kind == MASK else NOTHING)
+        _refuse_same(kind, stand_in, own, answer)
+        found[kind] = torch.cat([answer.tokens[:start], stand_in])
+    return found
+
+
+def _second_choices(target: Target, answer: Answer) -> Int[Tensor, "response"]:
+    own = answer.tokens[answer.prompt_length :].to(target.device)
+    before = answer.final[answer.prompt_length - 1 : -1].to(target.device, target.dtype)
+    scores = target.logits(before).scatter(1, own[:, None], float("-inf"))
+    return scores.argmax(-1).cpu()
+
+
+def _refuse_same(kind: str, stand_in: Tensor, own: Tensor, answer: Answer) -> None:
+    same = (stand_in == own).nonzero().flatten().tolist()
+    if same:
+        raise UsageError(
+            f"the corruption {kind!r} leaves token {int(own[same[0]])} of answer {answer.id!r} as it is (position "
+            f"{answer.prompt_length + same[0]}); it must differ everywhere, so choose another kind or mask token."
+        )
