@@ -1,0 +1,1 @@
+"""Triton kernels of the decoding path, each with its torch reference."""

@@ -1,0 +1,162 @@
+"""The walk over the transition cache, slot by slot, in one launch for all blocks.
+
+The scores of the next slot are fetched while the choice in this one is made, whatever that choice will be, so the chain
+of dependent steps holds no memory access. Greedy: the best candidate after the one chosen before it, ties to the lower
+index. Sampled: a candidate drawn from the softmax of that row, by the same rule as `sampling.pick`, and the
+distribution it was drawn from. Entry points: `walk` on `PairParts`, `walk_scores` on a finished table.
+"""
+
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from dspine_probe.decoding.kernels.last_write import PairParts
+from dspine_probe.decoding.kernels.launch import Launch, cdiv, jit, pow2, tl, usable
+from dspine_probe.drafts.transition import TransitionCache
+
+
+@dataclass(frozen=True)
+class Walk:
+    """Tokens of slots 1…T; for a sampled walk the distribution over its candidates each was drawn from."""
+
+    tokens: Int[Tensor, "block draft_slot"]
+    probs: Float[Tensor, "block draft_slot k"] | None
+
+
+def walk(
+    parts: PairParts,
+    candidates: Int[Tensor, "block draft_slot k"],
+    *,
+    temperature: float = 1.0,
+    noise: Float[Tensor, "block draft_slot"] | None = None,
+) -> Walk:
+    """Walk the table whose parts `pair_parts` left behind.
+
+    Args:
+        parts: sums to be added and normalised here.
+        candidates: token ids.
+        temperature: above 0; of the distributions that tokens are drawn from.
+        noise: uniform numbers in [0, 1), one per slot; None takes the best candidates.
+    """
+    if not usable(parts.products, candidates):
+        return walk_reference(parts.scores(), candidates, temperature, noise)
+    launch, walked = plan_walk(parts, candidates, temperature, noise)
+    launch.run()
+    return walked
+
+
+def walk_scores(
+    scores: Float[Tensor, "block draft_slot k k"],
+    candidates: Int[Tensor, "block draft_slot k"],
+    *,
+    temperature: float = 1.0,
+    noise: Float[Tensor, "block draft_slot"] | None = None,
+) -> Walk:
+    """As `walk`, for any table S[t, a, b]; all rows of slot 1 follow the anchor and must be equal."""
+    if not usable(scores) or scores.dtype != torch.float32:
+        return walk_reference(scores, candidates, temperature, noise)
+    ones = scores.new_ones(1, *candidates.shape)  # with d_model 1 and ε 0 the norm divides by one
+    return walk(PairParts(scores[None], ones, 1, 0.0), candidates, temperature=temperature, noise=noise)
+
+
+def walk_reference(
+    scores: Float[Tensor, "block draft_slot k k"],
+    candidates: Int[Tensor, "block draft_slot k"],
+    temperature: float,
+    noise: Float[Tensor, "block draft_slot"] | None,
+) -> Walk:
+    """The walk in torch: that of `TransitionCache`."""
+    table = TransitionCache(candidates, scores)
+    return Walk(table.walk_greedy(), None) if noise is None else Walk(*table.walk_sampled(temperature, noise))
+
+
+def plan_walk(
+    parts: PairParts,
+    candidates: Int[Tensor, "block draft_slot k"],
+    temperature: float,
+    noise: Float[Tensor, "block draft_slot"] | None,
+    *,
+    together: int = 1,
+) -> tuple[Launch, Walk]:
+    """The launch and the buffers it fills; a program walks `together` blocks side by side."""
+    (blocks, slots, k), products = candidates.shape, parts.products
+    tokens = torch.empty_like(candidates[..., 0])
+    probs = None if noise is None else products.new_empty(candidates.shape)
+    launch = Launch(
+        _walk_kernel,
+        (cdiv(blocks, together),),
+        {
+            "products": products,
+            "squares": parts.squares,
+            "candidates": candidates,
+            "noise": products if noise is None else noise,  # not read when greedy
+            "tokens": tokens,
+            "probs": products if probs is None else probs,
+            "blocks": blocks,
+            "slots": slots,
+            "k": k,
+            "d_model": parts.d_model,
+            "eps": parts.eps,
+            "temperature": float(temperature),
+        },
+        {"BLOCKS": together, "K": pow2(k), "PARTS": len(products), "SAMPLED": noise is not None},
+        warps=1 if together == 1 else 4,
+    )
+    return launch, Walk(tokens, probs)
+
+
+@jit
+def _table(
+    products, squares, block, slot, here, blocks, slots, k, d_model, eps,
+    K: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """S[a, b] of one slot of the program's blocks."""
+    a, b = tl.arange(0, K)[None, :, None], tl.arange(0, K)[None, None, :]
+    cell = (block * slots + slot)[:, None, None]
+    inside = here[:, None, None] & (a < k) & (b < k)
+    product = tl.zeros([block.shape[0], K, K], tl.float32)
+    square = tl.zeros([block.shape[0], K, 1], tl.float32)
+    for part in tl.static_range(PARTS):
+        at = (part * blocks * slots + cell) * k + a
+        product += tl.load(products + at * k + b, inside, 0.0)
+        square += tl.load(squares + at, here[:, None, None] & (a < k), 0.0)
+    return product * tl.rsqrt(square / d_model + eps)
+
+
+@jit
+def _walk_kernel(
+    products, squares, candidates, noise, tokens, probs, blocks, slots, k, d_model, eps, temperature,
+    BLOCKS: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, SAMPLED: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    here = block < blocks
+    lane = tl.arange(0, K)[None, :]
+    real = lane < k
+    choice = tl.zeros([BLOCKS], tl.int32)
+    table = _table(products, squares, block, 0, here, blocks, slots, k, d_model, eps, K, PARTS)
+    for slot in range(slots):
+        later = tl.minimum(slot + 1, slots - 1)
+        following = _table(products, squares, block, later, here, blocks, slots, k, d_model, eps, K, PARTS)
+        after = tl.arange(0, K)[None, :, None] == choice[:, None, None]
+        row = tl.where(real, tl.sum(tl.where(after, table, 0.0), 1), float("-inf"))
+        cell = block * slots + slot
+        if SAMPLED:
+            weight = tl.exp((row - tl.max(row, 1)[:, None]) / temperature)
+            weight = weight / tl.sum(weight, 1)[:, None]
+            tl.store(probs + cell[:, None] * k + lane, weight, here[:, None] & real)
+            running = tl.cumsum(weight.to(tl.float64), 1)
+            at = tl.load(noise + cell, here, 0.0).to(tl.float64) * tl.max(running, 1)
+            # The first possible candidate whose running share passes `at`; rounding may leave only the last one.
+            possible = tl.where(weight > 0, lane, 0)
+            passed = tl.where((running > at[:, None]) & (weight > 0), lane, K)
+            choice = tl.minimum(tl.min(passed, 1), tl.max(possible, 1))
+        else:
+            choice = tl.argmax(row, 1)
+        tl.store(tokens + cell, tl.load(candidates + cell * k + choice, here, 0), here)
+        table = following

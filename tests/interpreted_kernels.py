@@ -1,0 +1,90 @@
+"""Run by test_kernels.py in a process of its own, because TRITON_INTERPRET must be set before kernels are imported.
+
+Prints one JSON object: kernel errors by problem, and what single cases gave.
+"""
+
+import itertools
+import json
+from dataclasses import asdict, replace
+
+import torch
+
+from dspine_probe.decoding.kernels.candidates import top_candidates
+from dspine_probe.decoding.kernels.checks import check_kernels
+from dspine_probe.decoding.kernels.last_write import PairParts
+from dspine_probe.decoding.kernels.launch import usable
+from dspine_probe.decoding.kernels.markov import MarkovHead, markov_tokens
+from dspine_probe.decoding.kernels.problem import EMBEDDED, ODD, Problem
+from dspine_probe.decoding.kernels.walk import plan_walk, walk_scores
+
+PROBLEMS = {
+    "odd fp32": (ODD, torch.float32),
+    "odd bf16": (ODD, torch.bfloat16),
+    "odd fp32, many blocks": (replace(ODD, batch=12), torch.float32),
+    "embedded bf16": (replace(EMBEDDED, vocab=401), torch.bfloat16),
+}
+K, SLOTS, DRAWS, TOGETHER = 3, 3, 200_000, 8192
+
+
+def errors() -> dict[str, list[dict]]:
+    made = {}
+    for name, (sizes, dtype) in PROBLEMS.items():
+        problem = Problem.make(sizes, dtype, "cpu", torch.Generator().manual_seed(0))
+        made[name] = [{**asdict(check), "passed": check.passed} for check in check_kernels(problem)]
+    return made
+
+
+def law_of_the_walk() -> dict[str, object]:
+    """Shares of all paths over many draws, beside the products of the table's own softmaxes."""
+    generator = torch.Generator().manual_seed(1)
+    table = torch.randn(1, SLOTS, K, K, generator=generator) * 1.5
+    table[:, 0] = table[:, 0, :1]
+    candidates = torch.arange(K).expand(DRAWS, SLOTS, K).contiguous()
+    noise = torch.rand(DRAWS, SLOTS, generator=generator)
+    scores = table.expand(DRAWS, -1, -1, -1).contiguous()
+    parts = PairParts(scores[None], torch.ones(1, DRAWS, SLOTS, K), 1, 0.0)
+    launch, walked = plan_walk(parts, candidates, 0.8, noise, together=TOGETHER)
+    launch.run()
+    step = (table[0].double() / 0.8).softmax(-1)
+    law, found = [], []
+    codes = (walked.tokens * torch.tensor([K * K, K, 1])).sum(1)
+    for a, b, c in itertools.product(range(K), repeat=SLOTS):
+        law.append(float(step[0, 0, a] * step[1, a, b] * step[2, b, c]))
+        found.append(int((codes == (a * K + b) * K + c).sum()))
+    return {"law": law, "found": found}
+
+
+def ties() -> dict[str, list]:
+    flat = torch.zeros(2, 4, 5, 5)
+    candidates = torch.randperm(40).view(2, 4, 5)
+    scores = torch.zeros(1, 3, 700)
+    scores[0, 0, [650, 31, 30]] = 1.0
+    head = MarkovHead(torch.zeros(700, 6), torch.zeros(700, 6))
+    return {
+        "walk": [walk_scores(flat, candidates).tokens.tolist(), candidates[..., 0].tolist()],
+        "candidates": [top_candidates(scores, 3)[0, 0].tolist(), [30, 31, 650]],
+        "markov": [markov_tokens(scores, torch.tensor([5]), head).tolist(), [[30, 0, 0]]],
+        "minus infinity": [
+            top_candidates(torch.tensor([[-torch.inf, 2.0, -torch.inf, 3.0]]), 4).tolist(),
+            [[3, 1, 0, 2]],
+        ],
+    }
+
+
+def extremes() -> dict[str, bool]:
+    """Draws at the ends of the unit interval, and candidates that have no chance."""
+    scores = torch.tensor([0.0, -1e4, 1.0]).expand(1, 2, 3, 3).contiguous()
+    candidates = torch.arange(6).view(1, 2, 3)
+    ends = [0.0, 1 - 2**-24, torch.nextafter(torch.tensor(1.0), torch.tensor(0.0)).item()]
+    drawn = [walk_scores(scores, candidates, noise=torch.full((1, 2), u)) for u in ends]
+    return {
+        "never one of weight 0": all(not {1, 4} & set(w.tokens.flatten().tolist()) for w in drawn),
+        "lowest and highest": [w.tokens[0].tolist() for w in drawn] == [[0, 3], [2, 5], [2, 5]],
+        "usable": usable(scores) and not usable(scores.transpose(2, 3)[..., :2]) and not usable(scores.half()),
+    }
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    report = {"errors": errors(), "law": law_of_the_walk(), "ties": ties(), "extremes": extremes()}
+    print(json.dumps(report))
