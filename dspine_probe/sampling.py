@@ -57,6 +57,16 @@ class Sampling:
         """Temperature of the proposals."""
         return self.temperature if self.draft_temperature is None else self.draft_temperature
 
+    @property
+    def label(self) -> str:
+        """Short name for tables and figures."""
+        parts = [f"T = {self.temperature:g}"]
+        if self.top_p < 1:
+            parts.append(f"top-p {self.top_p:g}")
+        if self.drafting != self.temperature:
+            parts.append(f"proposals at T = {self.drafting:g}")
+        return ", ".join(parts)
+
 
 GREEDY = Sampling()
 

@@ -7,12 +7,11 @@ events on the stream, read once at the end, so that measuring adds no synchronis
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-
-Part = Literal["prefill", "draft", "head", "verify", "bookkeeping"]
 
 
 @dataclass(frozen=True)
@@ -48,22 +47,26 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self.on_stream = device.type == "cuda"
-        self.parts: list[Part] = []
+        self.parts: list[str] = []
         self.marks = [self._now()]
 
-    def mark(self, part: Part) -> None:
+    def mark(self, part: str) -> None:
         """`part` ends here."""
         self.parts.append(part)
         self.marks.append(self._now())
 
-    def timing(self, upto: int | None = None) -> Timing:
-        """Sums over all marks, or over the first `upto` of them."""
-        spent = dict.fromkeys((field.name for field in fields(Timing)), 0.0)
-        marks = self.marks
+    def laps(self, upto: int | None = None) -> Iterator[tuple[str, float]]:
+        """Parts and their seconds in the order marked; all of them, or the first `upto`."""
         if self.on_stream:
-            marks[-1].synchronize()
-        for part, start, end in zip(self.parts[:upto], marks, marks[1:], strict=False):
-            spent[part] += start.elapsed_time(end) / 1000 if self.on_stream else end - start
+            self.marks[-1].synchronize()
+        for part, start, end in zip(self.parts[:upto], self.marks, self.marks[1:], strict=False):
+            yield part, start.elapsed_time(end) / 1000 if self.on_stream else end - start
+
+    def timing(self, upto: int | None = None) -> Timing:
+        """Sums of the laps; every part must be one of `Timing`."""
+        spent: dict[str, float] = {}
+        for part, seconds in self.laps(upto):
+            spent[part] = spent.get(part, 0.0) + seconds
         return Timing(**spent)
 
     def _now(self) -> Any:

@@ -29,7 +29,7 @@ class ReferenceEngines:
     @property
     def about(self) -> dict[str, Any]:
         """See `Engines.about`."""
-        return {"engines": "reference"}
+        return {"compute": "reference modules"}
 
     def open_target(
         self, target: Target, *, taps: Sequence[int], rows: int, capacity: int, width: int

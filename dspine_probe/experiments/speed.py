@@ -1,8 +1,8 @@
 """Real decoding against plain decoding: the same prompts, the same tokens, the clock.
 
 Every prompt is answered by plain greedy decoding and with each draft, one after the other, so that slow moments of
-the machine hit all alike. In fp32 all answers must agree, and the result says whether they did. This is the readable
-reference loop (`decoding.generate`); it shows what a draft changes, not how fast decoding can be made.
+the machine hit all alike. In fp32 all answers must agree, and the result says whether they did. This is the short
+comparison of the main job; `bench` measures batches, sampling and single passes as well.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from typing import Any
 import pandas as pd
 import torch
 
+from dspine_probe.decoding.engine import Engines
 from dspine_probe.decoding.generate import Generation, generate
+from dspine_probe.decoding.reference import REFERENCE
 from dspine_probe.drafts import Draft
 from dspine_probe.errors import UsageError
 from dspine_probe.experiments.results import save_result
@@ -132,6 +134,7 @@ def decode_all(
     *,
     max_new_tokens: int,
     seed: int = 0,
+    engines: Engines = REFERENCE,
     on_progress: Callable[[str, int, int], None] | None = None,
 ) -> SpeedResult:
     """Decode every prompt plainly and with every draft.
@@ -142,6 +145,7 @@ def decode_all(
         prompts: one user turn each.
         max_new_tokens: most tokens of an answer.
         seed: of the bootstrap over prompts.
+        engines: what computes; by default the readable reference, which is not fast.
         on_progress: called with "decoding", prompts done, and prompts in all.
     """
     if not prompts or PLAIN in drafts:
@@ -149,13 +153,13 @@ def decode_all(
             f"decoding needs at least one prompt and drafts not named {PLAIN!r}, got {list(drafts)}."
         )
     modes: dict[str, Draft | None] = {PLAIN: None, **drafts}
-    _warm_up(target, modes, prompts[0])
+    _warm_up(target, modes, prompts[0], engines)
     answers = []
     for number, prompt in enumerate(prompts):
         ids = target.encode_chat(prompt.text)
         plain: tuple[int, ...] = ()
         for mode, draft in modes.items():
-            found = generate(target, draft, ids, max_new_tokens=max_new_tokens)
+            found = generate(target, draft, ids, max_new_tokens=max_new_tokens, engines=engines)
             plain = found.tokens if mode == PLAIN else plain
             answers.append(_decoded(mode, prompt, found, same=found.tokens == plain))
         if on_progress is not None:
@@ -164,16 +168,17 @@ def decode_all(
         "target": target.name,
         "dtype": str(target.dtype),
         "threads": torch.get_num_threads(),
+        "engines": engines.about,
         "max_new_tokens": max_new_tokens,
     }
     return SpeedResult(tuple(answers), config, seed)
 
 
-def _warm_up(target: Target, modes: Mapping[str, Draft | None], prompt: Prompt) -> None:
+def _warm_up(target: Target, modes: Mapping[str, Draft | None], prompt: Prompt, engines: Engines) -> None:
     """First calls allocate and choose kernels; they are not timed."""
     ids = target.encode_chat(prompt.text)
     for draft in modes.values():
-        generate(target, draft, ids, max_new_tokens=8)
+        generate(target, draft, ids, max_new_tokens=8, engines=engines)
 
 
 def _decoded(mode: str, prompt: Prompt, found: Generation, *, same: bool) -> Decoded:
