@@ -72,7 +72,7 @@ def chained_texts(count: int = 40) -> Tensor:
 
 
 def held_out_top1(arms: InjectorSet, name: str) -> float:
-    return arms.records[name]["held_out"]["top1"]
+    return arms.records[name]["held_out"][-1]["top1"]
 
 
 LEARN = dataclasses.replace(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 import pandas as pd
 
 from dspine_probe.experiments.claim import Claim
-from dspine_probe.experiments.injection_arms import ALL, MARKOV
+from dspine_probe.experiments.injection_arms import ALL, MARKOV, contrasted
 from dspine_probe.experiments.injection_table import (
     CONTRAST,
     DIFFERENCE,
@@ -128,6 +128,7 @@ def _findings(result: InjectionDepthResult, draft: str) -> Iterator[str]:
             f"{draft}: rank correlation of accuracy with depth {_number(trend.iloc[0])}, below zero in {falling} of "
             f"{len(by_set)} sets."
         )
+    yield from _settling(result, draft)
     for _, row in _control_rows(result, draft).iterrows():
         yield f"{draft}, control: {row['arm']} = {_points(row)}."
     wrong = result.rows(draft, CONTRAST, told=RANK_2)
@@ -138,6 +139,27 @@ def _findings(result: InjectionDepthResult, draft: str) -> Iterator[str]:
     if len(sweep):
         parts = "; ".join(f"{row['told']}: {_points(row)}" for _, row in sweep.iterrows())
         yield f"{draft}, shallow − late as fewer codes are true: {parts}."
+    alike = result.rows(draft, DIFFERENCE)
+    alike = alike[alike["arm"].str.contains(rf"rho.*{MINUS}.*rho")]
+    if len(alike):
+        parts = "; ".join(f"{row['arm']}: {_points(row)}" for _, row in alike.iterrows())
+        yield f"{draft}, trained at the reliability they are told at: {parts}."
+
+
+def _settling(result: InjectionDepthResult, draft: str) -> Iterator[str]:
+    """Whether shallow − late was still moving when training ended, on the held-out texts of the training corpus."""
+    members = [about for name, about in result.drafts.items() if family(name) == family(draft)]
+    sides = contrasted(members[0]["layers"])
+    curves = [[about["arms"].get(f"depth-{d}") for d in depths] for about in members for depths in sides]
+    if any(arm is None for arms in curves for arm in arms):
+        return
+    steps = [[point["top1"] for point in arm["held_out"]] for arms in curves for arm in arms]
+    late = [depth in sides[1] for _ in members for depths in sides for depth in depths]
+    halves = pd.DataFrame(steps).groupby(late).mean()
+    gaps = (halves.loc[False] - halves.loc[True]) * 100
+    blocks = [point["blocks"] for point in curves[0][0]["held_out"]]
+    parts = ", ".join(f"{gap:+.1f} after {count:,}" for gap, count in zip(gaps, blocks, strict=True))
+    yield f"{draft}: shallow − late on held-out training texts, by blocks trained: {parts}."
 
 
 def _seeds(result: InjectionDepthResult, draft: str, arm: str) -> Iterator[str]:
@@ -155,8 +177,8 @@ def _control_rows(result: InjectionDepthResult, draft: str) -> pd.DataFrame:
     """Differences that could overturn the contrast, and the check that an untrained injector does nothing."""
     rows = result.rows(draft, DIFFERENCE)
     gain = rows["arm"].str.endswith(MINUS + FLOOR)
-    kept = rows["arm"].str.contains("random|noise|mlp|blocks|unfrozen|leak|rho") & ~gain
-    kept |= rows["arm"].str.contains(MINUS + MARKOV, regex=False)
+    kept = rows["arm"].str.contains("random|noise|mlp|blocks|unfrozen|leak") & ~gain
+    kept |= rows["arm"].str.contains(rf"^depth.*{MINUS}{MARKOV}$")
     return rows[kept | (rows["arm"] == f"{NO_OP}{MINUS}{FLOOR}")]
 
 

@@ -35,6 +35,7 @@ from dspine_probe.training.validation import split
 Report = Callable[[str, int, int], None]
 _TRIALS = "trials.json"
 _WARMUP, _CLIP = 0.05, 1.0
+_CHECKS = 4
 _CHOICES = ("groups", "depths", "control_depths")
 
 
@@ -195,11 +196,11 @@ class _Workshop:
         rates = {arm.name: self._best(trials.get(arm.name, {})) for arm in missing}
         began = time.monotonic()
         runs = [self._run(arm, rates[arm.name]) for arm in missing]
-        self._train(f"{group}: training", runs, self.plan.steps(self.plan.blocks))
+        curves = self._train(f"{group}: training", runs, self.plan.steps(self.plan.blocks), checks=_CHECKS)
         seconds = round(time.monotonic() - began, 1)
-        for run, found in zip(runs, self._validate(runs), strict=True):
+        for run, curve in zip(runs, curves, strict=True):
             name = run.module.arm.name
-            record = {"rate": rates[name], "trials": trials.get(name, {}), "held_out": found}
+            record = {"rate": rates[name], "trials": trials.get(name, {}), "held_out": curve}
             record |= {"losses": [round(loss, 4) for loss in run.losses], "group_seconds": seconds}
             save_arm(self.folder, run.module, self._about(run.module) | record)
 
@@ -217,9 +218,9 @@ class _Workshop:
         found: dict[str, dict[str, float]] = {arm.name: {} for arm in fresh}
         for rate in self.plan.rates:
             runs = [self._run(arm, rate) for arm in fresh]
-            self._train(f"{group}: rate {rate:g}", runs, self.plan.steps(self.plan.trial_blocks))
-            for arm, outcome in zip(fresh, self._validate(runs), strict=True):
-                found[arm.name][str(rate)] = outcome["loss"]
+            curves = self._train(f"{group}: rate {rate:g}", runs, self.plan.steps(self.plan.trial_blocks))
+            for arm, curve in zip(fresh, curves, strict=True):
+                found[arm.name][str(rate)] = curve[-1]["loss"]
         known |= found
         write_atomically(path, lambda to: to.write_text(json.dumps(known, indent=1) + "\n"))
         return known
@@ -228,12 +229,20 @@ class _Workshop:
         module = build(arm, self.draft, self.codes, message=self.message, seed=self.plan.seed)
         return _Run.of(module, rate, self.plan.slow)
 
-    def _train(self, stage: str, runs: Sequence[_Run], steps: int) -> None:
+    def _train(
+        self, stage: str, runs: Sequence[_Run], steps: int, *, checks: int = 1
+    ) -> list[list[dict[str, float]]]:
+        """Train side by side; returns what each run got on held-out blocks, `checks` times on the way to the end."""
+        due = {round(steps * (check + 1) / checks) for check in range(checks)}
+        curves: list[list[dict[str, float]]] = [[] for _ in runs]
         for step in range(steps):
             draw = self._draw(self.source, step)
             for run in runs:
                 run.descend(self._loss(run.module, draw)[0], _share(step, steps))
             self.report(stage, step + 1, steps)
+            for curve, found in zip(curves, self._validate(runs) if step + 1 in due else (), strict=False):
+                curve.append({"blocks": (step + 1) * self.plan.step_blocks} | found)
+        return curves
 
     @torch.no_grad()
     def _validate(self, runs: Sequence[_Run]) -> list[dict[str, float]]:
