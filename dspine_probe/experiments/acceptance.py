@@ -20,8 +20,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from dspine_probe.config import DFLASH, DSPINE
 from dspine_probe.decoding.offline import Rounds
 from dspine_probe.errors import ProbeError, UsageError
+from dspine_probe.experiments.claim import Claim
 from dspine_probe.experiments.results import load_result, save_result
 from dspine_probe.experiments.stats import RESAMPLES, Estimate, draw_counts, estimate, ratio_samples
 
@@ -129,6 +131,31 @@ class AcceptanceResult:
                         {"draft": draft, "set": name, "metric": metric} | row | counts for row in _rows(found)
                     ]
         return pd.DataFrame(rows).astype({"slot": "Int64"})
+
+    def claims(self) -> list[Claim]:
+        """The ledger's line on AL: every DSpine over the DFlash measured beside it, the i-th over the i-th."""
+        kinds = {name: draft["architectures"][0] for name, draft in self.config.get("drafts", {}).items()}
+        bases, spines = ([n for n in self.drafts if kinds.get(n) == kind] for kind in (DFLASH, DSPINE))
+        return [self._claim(spine, base) for spine, base in zip(spines, bases, strict=False)]
+
+    def _claim(self, spine: str, base: str) -> Claim:
+        found, sets = self.paired_ratio(spine, base), [self.paired_ratio(spine, base, s) for s in self.sets]
+        ahead = sum(bool(one.low > 1) for one in sets)
+        firsts = [f"{100 * float(self.acceptance(name).value[0]):.1f}" for name in (spine, base)]
+        lengths = [f"{float(self.acceptance_length(name).value):.2f}" for name in (spine, base)]
+        ratio, low, high = (f"{float(getattr(found, part)):.2f}" for part in ("value", "low", "high"))
+        return Claim.on(
+            "AL",
+            here=f"{spine} over {base}: {lengths[0]} / {lengths[1]} = {ratio} [{low}, {high}], mean of "
+            f"{len(self.sets)} sets, n = {len(self._of(spine))} prompts, at most {self.config.get('max_new_tokens')} new tokens, target "
+            f"{self.config.get('target')}",
+            controls=[
+                ("ahead in every set alone", f"{ahead} of {len(sets)} intervals above 1", ahead == len(sets)),
+                ("slot 1 accepted", f"{firsts[0]} and {firsts[1]} %", None),
+            ],
+            holds=True if found.low > 1 else False if found.high < 1 else None,
+            command=f"dspine-probe evaluate --draft {base} --draft {spine} --prompts FOLDER",
+        )
 
     def save(self, folder: str | Path) -> None:
         """Write `acceptance.csv` (the table) and `acceptance.json` (counts, configuration, versions)."""

@@ -20,6 +20,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformer_lens.utilities.statistics import derive_generator
 
+from dspine_probe.experiments.claim import Claim
 from dspine_probe.experiments.results import load_result, save_result
 from dspine_probe.experiments.splits import Split
 from dspine_probe.experiments.stats import draw_counts, estimate, ratio_samples
@@ -80,6 +81,12 @@ class EmergenceResult:
     def findings(self) -> list[str]:
         """What the table says, in sentences computed from it."""
         return [sentence for draft in self.drafts for sentence in _findings(self, draft)]
+
+    def claims(self) -> list[Claim]:
+        """The ledger's line on the claim P0."""
+        from dspine_probe.experiments.emergence_claims import claims  # they read this result
+
+        return claims(self)
 
     def save(self, folder: str | Path, name: str = NAME) -> None:
         """Write `<name>.csv` and `<name>.json` into `folder`."""

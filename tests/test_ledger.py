@@ -1,0 +1,162 @@
+"""The ledger says what the results say: no more, the same every time, and something else when they change."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from dspine_probe.config import DFLASH, DSPINE
+from dspine_probe.errors import ProbeError, UsageError
+from dspine_probe.experiments.acceptance import AcceptanceResult, RequestCounts
+from dspine_probe.experiments.claim import PUBLISHED, Claim, Control
+from dspine_probe.experiments.emergence_result import EmergenceResult
+from dspine_probe.experiments.ledger import READERS, Filed, collect, render, write_ledger
+
+
+def acceptance(gain=30, kinds=(DFLASH, DSPINE)):
+    """Two drafts on two sets of three prompts; the second commits `gain` tokens more a prompt."""
+    requests = tuple(
+        RequestCounts(draft, name, f"{name}{i}", 50, 60 + 2 * i + more, False, (50, 20), (20 + i, 10))
+        for draft, more in (("a", 0), ("b", gain))
+        for name in ("math", "chat")
+        for i in range(3)
+    )
+    drafts = {name: {"architectures": [kind]} for name, kind in zip("ab", kinds, strict=True)}
+    return AcceptanceResult(
+        requests, {"drafts": drafts, "max_new_tokens": 99, "target": "toy"}, resamples=100
+    )
+
+
+def emergence(fall=0.2, gap=0.15, prompts=3):
+    """A table with what P0 asks for; depth 3 of 4 is deep and not asked about."""
+    rows = []
+    for condition, value in (
+        ("trained", fall), ("untrained draft", fall - gap), ("trained − untrained draft", gap),
+        ("attention cut", fall / 2),
+    ):  # fmt: skip
+        for metric, mean in (("top1_fall", value), ("top1_trend", -value)):
+            for depth in range(5):
+                mean = -mean if depth > 2 else mean
+                rows.append(
+                    {"draft": "spine", "condition": condition, "reader": "translator", "depth": depth, "slot": 0,
+                     "metric": metric, "mean": mean, "low": mean - 0.05, "high": mean + 0.05, "n": 9, "prompts": 6}
+                )  # fmt: skip
+    data = {"test_prompts_by_set": {"math": prompts, "chat": 4}}
+    return EmergenceResult(pd.DataFrame(rows), {}, {"spine": {}}, data, 1.0)
+
+
+@pytest.fixture
+def folder(tmp_path: Path):
+    acceptance().save(tmp_path / "acceptance_public")
+    emergence().save(tmp_path)
+    return tmp_path
+
+
+def test_without_results_everything_is_not_measured(tmp_path):
+    text = render(collect(tmp_path))
+    for published in PUBLISHED:
+        row = next(line for line in text.splitlines() if line.startswith(f"| {published.id} |"))
+        assert row.count("not measured") == 1 and published.paper in row
+    assert text.count("Here: not measured.") == len(PUBLISHED)
+
+
+def test_ledger_is_the_same_text_every_time_and_names_its_sources(folder):
+    write_ledger(folder, folder / "claims.md")
+    first = (folder / "claims.md").read_text()
+    write_ledger(folder, folder / "claims.md")
+    assert (folder / "claims.md").read_text() == first == render(collect(folder))
+    assert (
+        "From `acceptance_public/acceptance.json`, made by `dspine-probe evaluate --draft a --draft b"
+        in first
+    )
+    assert "From `emergence.json`, made by `make reproduce`" in first
+    assert str(folder) not in first
+    assert first.count("Here: not measured.") == len(PUBLISHED) - 2
+    assert [f.claim.id for f in collect(folder)] == ["P0", "AL"]
+
+
+def test_an_edited_result_changes_the_ledger(folder):
+    before = render(collect(folder))
+    record = folder / "acceptance_public" / "acceptance.json"
+    raw = json.loads(record.read_text())
+    raw["requests"][-1]["committed"] += 25
+    record.write_text(json.dumps(raw))
+    changed = render(collect(folder))
+    assert changed != before
+    table = pd.read_csv(folder / "emergence.csv")
+    table.loc[(table["condition"] == "trained") & (table["depth"] == 1), ["mean", "low", "high"]] = (
+        -0.3,
+        -0.4,
+        -0.2,
+    )
+    table.to_csv(folder / "emergence.csv", index=False)
+    final = render(collect(folder))
+    assert "-30.0 points [-40.0, -20.0] at depth 1" in final and "-30.0 points" not in changed
+    assert "| does not hold |" in final and "| does not hold |" not in changed
+
+
+def test_every_kind_of_result_can_be_read_and_asked():
+    assert {published.id for published in PUBLISHED} == {"P0", "P1", "P2", "P3", "AL", "speed"}
+    assert {"emergence", "corruption", "injection_depth", "supervision", "acceptance"} <= set(READERS)
+    for name, reader in READERS.items():
+        assert name and callable(reader.claims) and callable(reader.load)
+
+
+def test_acceptance_claims_the_ratio_and_how_far_it_carries():
+    claim = acceptance().claims()[0]
+    result = acceptance()
+    assert (
+        f"= {float(result.paired_ratio('b', 'a').value):.2f} [" in claim.here
+        and "n = 6 prompts" in claim.here
+    )
+    assert claim.holds is True and claim.controls[0] == Control(
+        "ahead in every set alone", "2 of 2 intervals above 1", True
+    )
+    assert acceptance(gain=0).claims()[0].holds is None
+    assert acceptance(gain=-30).claims()[0].holds is False
+    assert acceptance(kinds=(DFLASH, DFLASH)).claims() == []
+
+
+def test_emergence_claims_hold_only_where_controls_could_tell():
+    claim = emergence().claims()[0]
+    assert (
+        claim.holds is True
+        and "+20.0 points [+15.0, +25.0] at depth 2" in claim.here
+        and "depth 3" not in claim.here
+    )
+    passed = {control.name: control.passed for control in claim.controls}
+    assert passed == {
+        "spine: an untrained draft shows less": True,
+        "spine: attention cut": None,
+        "test prompts in every set": True,
+        "a draft trained with equal slot weights": None,
+    }
+    thin = emergence(prompts=1).claims()[0]
+    assert thin.holds is None and Control("test prompts in every set", "1 or more", False) in thin.controls
+    assert emergence(fall=0.04).claims()[0].holds is None
+    assert emergence(fall=-0.2).claims()[0].holds is False
+    assert emergence(gap=0.01).claims()[0].controls[0].passed is False
+
+
+def test_verdicts_controls_and_cells_are_spelled_out():
+    claim = Claim.on(
+        "P2", here="a | b\nc", controls=[("x", "y", False), ("z", "w", True)], holds=None, command="run"
+    )
+    text = render(
+        [Filed(claim, "some/where.json"), Filed(replace(claim, here="again", holds=False), "else.json")]
+    )
+    assert "| a \\| b c | not decided | 1 passed, 1 failed |" in text
+    assert "| x | y | failed |" in text and "| z | w | passed |" in text
+    assert "| again | does not hold |" in text and text.count("| P2 |") == 2
+
+
+def test_claims_nobody_published_and_broken_results_are_refused(folder):
+    with pytest.raises(UsageError, match="no published claim 'P9'; those in the ledger are P0, P1"):
+        Claim.on("P9", here="", holds=None, command="")
+    with pytest.raises(UsageError, match="is not a folder"):
+        collect(folder / "nowhere")
+    (folder / "emergence.csv").write_text("draft,condition\nspine,trained\n")
+    with pytest.raises(ProbeError, match="emergence.json gives no claims"):
+        collect(folder)
