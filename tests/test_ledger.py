@@ -99,7 +99,9 @@ def test_an_edited_result_changes_the_ledger(folder):
 
 def test_every_kind_of_result_can_be_read_and_asked():
     assert {published.id for published in PUBLISHED} == {"P0", "P1", "P2", "P3", "AL", "speed"}
-    assert {"emergence", "corruption", "injection_depth", "supervision", "acceptance"} <= set(READERS)
+    assert {"emergence", "corruption", "injection_depth", "supervision", "acceptance", "bench"} == set(
+        READERS
+    )
     for name, reader in READERS.items():
         assert name and callable(reader.claims) and callable(reader.load)
 

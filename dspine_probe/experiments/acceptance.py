@@ -147,8 +147,8 @@ class AcceptanceResult:
         return Claim.on(
             "AL",
             here=f"{spine} over {base}: {lengths[0]} / {lengths[1]} = {ratio} [{low}, {high}], mean of "
-            f"{len(self.sets)} sets, n = {len(self._of(spine))} prompts, at most {self.config.get('max_new_tokens')} new tokens, target "
-            f"{self.config.get('target')}",
+            f"{len(self.sets)} sets, n = {len(self._of(spine))} prompts, at most {self.config.get('max_new_tokens')} "
+            f"new tokens, target {self.config.get('target')}",
             controls=[
                 ("ahead in every set alone", f"{ahead} of {len(sets)} intervals above 1", ahead == len(sets)),
                 ("slot 1 accepted", f"{firsts[0]} and {firsts[1]} %", None),

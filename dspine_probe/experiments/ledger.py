@@ -15,6 +15,7 @@ from typing import Protocol
 from dspine_probe.errors import ProbeError, UsageError
 from dspine_probe.experiments import (
     acceptance,
+    bench_result,
     corruption_result,
     emergence_result,
     injection_result,
@@ -55,6 +56,7 @@ READERS: Mapping[str, Reader] = {
     injection_result.NAME: injection_result.InjectionDepthResult,
     supervision_result.NAME: supervision_result.SupervisionResult,
     acceptance.NAME: acceptance.AcceptanceResult,
+    bench_result.NAME: bench_result.BenchResult,
 }
 """By the file name under which results are saved."""
 
