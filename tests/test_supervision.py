@@ -159,14 +159,26 @@ def test_own_readouts_belong_to_code_arms_and_supervised_layers(result: Supervis
 def test_a_fitted_readout_finds_what_is_there_and_nothing_that_is_not() -> None:
     """Codes hidden in the stream by an unknown map are found on other prompts; noise is not."""
     g = seeded(5)
-    codes = F.normalize(torch.randn(400, 4, 6, generator=g), dim=-1)
+    codes = F.normalize(torch.randn(400, 4, 6, generator=g) + 2, dim=-1)
     prompt = torch.arange(400) // 4
-    hidden = codes @ torch.randn(6, 12, generator=g)
-    found = F.cosine_similarity(supervision_readings._fitted(hidden, codes, prompt), codes, dim=-1)
-    assert found.mean() > 0.9
+    hidden = (codes - codes.mean((0, 1))) @ torch.randn(6, 12, generator=g)
+    found = supervision_readings._fitted(hidden, codes, prompt)
+    assert found.cosine(codes).mean() > 0.9
+    assert found.cosine(codes.roll(37, 0)).mean().abs() < 0.1, "the common direction of codes earns nothing"
     noise = torch.randn(400, 4, 12, generator=g)
-    lost = F.cosine_similarity(supervision_readings._fitted(noise, codes, prompt), codes, dim=-1)
-    assert lost.mean().abs() < 0.05
+    assert supervision_readings._fitted(noise, codes, prompt).cosine(codes).mean().abs() < 0.1
+
+
+def test_a_fitted_readout_never_sees_the_prompts_it_reads() -> None:
+    """Changing the codes of half of the prompts leaves what is read from that half as it was."""
+    g = seeded(6)
+    hidden, codes = torch.randn(40, 4, 12, generator=g), torch.randn(40, 4, 6, generator=g)
+    prompt = torch.arange(40) // 2
+    before = supervision_readings._fitted(hidden, codes, prompt).read
+    moved = torch.where((prompt % 2 == 0)[:, None, None], -codes, codes)
+    after = supervision_readings._fitted(hidden, moved, prompt).read
+    assert torch.equal(before[prompt % 2 == 0], after[prompt % 2 == 0])
+    assert not torch.equal(before[prompt % 2 == 1], after[prompt % 2 == 1])
 
 
 def test_effective_rank_counts_equal_directions() -> None:

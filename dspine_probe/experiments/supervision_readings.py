@@ -23,7 +23,7 @@ from dspine_probe.transfer import TransferSpace
 OWN, FIXED, FITTED = "own readout", "principal directions", "fitted readout"
 SHUFFLED = ", labels of other blocks"
 READERS = (OWN, FIXED, FITTED, FIXED + SHUFFLED, FITTED + SHUFFLED)
-_RIDGE = 1e-2  # of the mean square of a coordinate, which is 1
+_PENALTIES = (1e-2, 1e-1, 1.0)
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,8 @@ class ArmReadings:
     """Blocks are in the arena's order; layers are 1…L.
 
     correct: 1 where the slot's most likely token is its label, else 0.
-    cosine: for each reader, cos(reading of h_l, e_label) by layer; NaN where it has no readout for a layer.
+    cosine: for each reader, cos(reading of h_l, e_label) by layer, NaN where it has no readout for a layer. The fitted
+        readout is asked for the deviation from the mean code.
     effective_rank: of the stream by layer, rows at unit RMS as every reader of the stream brings them to.
     effective_rank_raw: the same of the rows as they are.
     """
@@ -104,10 +105,10 @@ def read_arm(
     by_reader: dict[str, list[Tensor]] = {name: [] for name in READERS}
     for layer, stream in enumerate(streams):
         by_reader[OWN].append(_own_cosine(stream, layer, labels, own))
-        fitted = _fitted(stream, wanted, arena.prompt)
-        for name, read in ((FIXED, stream @ space.basis), (FITTED, fitted)):
-            by_reader[name].append(F.cosine_similarity(read, wanted, dim=-1))
-            by_reader[name + SHUFFLED].append(F.cosine_similarity(read, other, dim=-1))
+        fixed, fitted = stream @ space.basis, _fitted(stream, wanted, arena.prompt)
+        for suffix, codes_of in (("", wanted), (SHUFFLED, other)):
+            by_reader[FIXED + suffix].append(F.cosine_similarity(fixed, codes_of, dim=-1))
+            by_reader[FITTED + suffix].append(fitted.cosine(codes_of))
     return ArmReadings(
         correct,
         {name: torch.stack(found) for name, found in by_reader.items()},
@@ -154,23 +155,52 @@ def _streams(
     return torch.cat(streams, dim=1), torch.cat(labels), torch.cat(correct)
 
 
+@dataclass(frozen=True)
+class _Fitted:
+    """Deviations from the mean code as read from the stream, and that mean, for every block."""
+
+    read: Float[Tensor, "block draft_slot rank"]
+    centre: Float[Tensor, "block 1 rank"]
+
+    def cosine(self, wanted: Float[Tensor, "block draft_slot rank"]) -> Scores:
+        """With the deviation of the wanted codes: knowing which tokens are frequent earns nothing."""
+        return F.cosine_similarity(self.read, wanted - self.centre, dim=-1)
+
+
 def _fitted(
     stream: Float[Tensor, "block draft_slot d_model"],
     wanted: Float[Tensor, "block draft_slot rank"],
     prompt: Int[Tensor, "block"],
-) -> Float[Tensor, "block draft_slot rank"]:
-    """Codes predicted by ridge regression from the stream at unit RMS, each half of the prompts by the other half."""
-    rows, read = _unit_rms(stream), torch.empty_like(wanted)
-    halves = prompt % 2
+) -> _Fitted:
+    """Ridge regression of codes on the stream at unit RMS, each half of the prompts read by what the other half gave.
+
+    The penalty is chosen inside the fitting half, by prompts too.
+    """
+    rows = _unit_rms(stream)
+    read, centre = torch.empty_like(wanted), torch.empty_like(wanted[:, :1])
     for half in (0, 1):
-        seen, held = halves != half, halves == half
-        x, y = rows[seen].flatten(0, 1), wanted[seen].flatten(0, 1)
-        mean_x, mean_y = x.mean(0), y.mean(0)
-        x = x - mean_x
-        gram = x.T @ x + _RIDGE * len(x) * torch.eye(x.shape[1])
-        weight = torch.linalg.solve(gram, x.T @ (y - mean_y))
-        read[held] = (rows[held] - mean_x) @ weight + mean_y
-    return read
+        seen, held = prompt % 2 != half, prompt % 2 == half
+        inner = seen & (prompt // 2 % 2 == 0)
+        best = max(_PENALTIES, key=lambda p: _inner_score(rows, wanted, inner, seen & ~inner, p))
+        weight, mean_x, mean_y = _ridge(rows[seen], wanted[seen], best)
+        read[held] = (rows[held] - mean_x) @ weight
+        centre[held] = mean_y
+    return _Fitted(read, centre)
+
+
+def _inner_score(rows: Tensor, wanted: Tensor, fit: Tensor, test: Tensor, penalty: float) -> float:
+    weight, mean_x, mean_y = _ridge(rows[fit], wanted[fit], penalty)
+    read = (rows[test] - mean_x) @ weight
+    return float(F.cosine_similarity(read, wanted[test] - mean_y, dim=-1).mean())
+
+
+def _ridge(x: Tensor, y: Tensor, penalty: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Weight and the two means; `penalty` is in units of a coordinate's mean square, which is 1."""
+    x, y = x.flatten(0, 1), y.flatten(0, 1)
+    mean_x, mean_y = x.mean(0), y.mean(0)
+    x = x - mean_x
+    gram = x.T @ x + penalty * len(x) * torch.eye(x.shape[1])
+    return torch.linalg.solve(gram, x.T @ (y - mean_y)), mean_x, mean_y
 
 
 def _unit_rms(stream: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:

@@ -102,7 +102,8 @@ def cosines(result: SupervisionResult) -> FigureBlock:
         layout(figure, height=420),
         "Does the stream point at the label's code?",
         f"Mean over slots, sets and seeds; bars are 95 % intervals over n = {int(rows['prompts'].max())} prompts. "
-        "Own readouts exist for layers that were supervised with codes, and for those alone.",
+        "Own readouts exist only for layers that were supervised with codes. The fitted readout is asked for the "
+        "deviation from the mean code, so that knowing the frequent tokens earns nothing.",
         " ".join(_describe_cosine(result, arm) for arm in result.arms),
         _columns(rows),
     )
