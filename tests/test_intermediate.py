@@ -9,13 +9,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_training import CONFIG, batch_of
-from tiny import tiny_target
+from tiny import WIDTH, tiny_target
 from torch.nn import functional as F
 from toy import D_MODEL, LAYERS, VOCAB, seeded, toy_draft, toy_store
 
 from dspine_probe.drafts.checkpoint import WEIGHTS
 from dspine_probe.errors import UsageError
+from dspine_probe.target import Target
 from dspine_probe.training import intermediate, trainer
+from dspine_probe.training.features import FeatureMeta, FeatureStore
 from dspine_probe.training.intermediate import (
     ARMS,
     CODE_ARMS,
@@ -37,7 +39,7 @@ SUPERVISED = [arm for arm in ARMS if arm != "none"]
 
 def arm_of(arm: str, **changes: float) -> Intermediate:
     head = toy_draft("dflash").head
-    return Intermediate(Supervision(arm, rank=RANK, **changes), head, LAYERS)  # type: ignore[arg-type]
+    return Intermediate(Supervision(arm, rank=RANK, **changes), head, LAYERS)
 
 
 def step(objective: DFlashObjective, at: int = 1000):  # type: ignore[no-untyped-def]
@@ -191,18 +193,14 @@ def test_readouts_do_not_make_the_drafts_steps_smaller(tmp_path: Path) -> None:
     assert torch.cat([p.grad.flatten() for p in module.parameters()]).norm() <= 1.001
 
 
-def tiny_run(plan: DraftPlan, folder: Path, store: object, target: object) -> dict[str, torch.Tensor]:
+def tiny_run(plan: DraftPlan, folder: Path, store: FeatureStore, target: Target) -> dict[str, torch.Tensor]:
     config = dataclasses.replace(CONFIG, blocks=6, lr=0.0)
-    train_draft(plan, target, store, config, folder / "run", folder / "out")  # type: ignore[arg-type]
+    train_draft(plan, target, store, config, folder / "run", folder / "out")
     return load_file(folder / "out" / WEIGHTS)
 
 
-def real_store(target: object) -> object:
+def tiny_store() -> FeatureStore:
     """A store whose widths are those of the tiny target."""
-    from tiny import WIDTH
-
-    from dspine_probe.training.features import FeatureMeta, FeatureStore
-
     lengths = (12,) * 60
     total, g = sum(lengths), seeded()
     meta = FeatureMeta("t", (0, 2), WIDTH, tuple(f"a/{i}" for i in range(60)), lengths, (3,) * 60)
@@ -216,7 +214,7 @@ def test_every_arm_starts_from_the_same_weights_and_sees_the_same_blocks(
 ) -> None:
     """With a learning rate of zero the checkpoint is the start; the public layout holds no readout."""
     target = tiny_target()
-    store, seen, starts = real_store(target), [], []
+    store, seen, starts = tiny_store(), [], []
     real = DFlashObjective.forward
 
     def watch(self: DFlashObjective, batch, progress):  # type: ignore[no-untyped-def]
@@ -238,7 +236,7 @@ def test_every_arm_starts_from_the_same_weights_and_sees_the_same_blocks(
 
 def test_plans_are_kept_and_a_causal_trunk_is_recorded(tmp_path: Path) -> None:
     target = tiny_target()
-    store = real_store(target)
+    store = tiny_store()
     plan = DraftPlan("dflash", 2, 5, 40, mask_token_id=63, causal=True)
     tiny_run(plan, tmp_path, store, target)
     assert '"is_causal": true' in (tmp_path / "out" / "config.json").read_text()

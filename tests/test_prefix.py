@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_intermediate import real_store
+from test_intermediate import tiny_store
 from test_training import CONFIG, batch_of
 from tiny import MASK, tiny_draft, tiny_target
 from toy import BLOCK, VOCAB, seeded, toy_draft, toy_store
@@ -129,12 +129,12 @@ def test_a_prefix_run_draws_the_same_anchors_and_resumes_to_the_bit(tmp_path: Pa
 def test_training_goes_on_from_a_checkpoint_and_says_from_which(architecture: str, tmp_path: Path) -> None:
     """Without a step of any size the new checkpoint is the old one; geometry and card are the checkpoint's."""
     target = tiny_target()
-    store, start = real_store(target), tmp_path / "begun"
+    store, start = tiny_store(), tmp_path / "begun"
     save_draft(tiny_draft(target, architecture, trimmed=40), start)
     kind = "dspine" if architecture == DSPINE else "dflash"
     config = dataclasses.replace(CONFIG, blocks=6, lr=0.0, visible_prefix=True)
     run = tmp_path / "run", tmp_path / "out"
-    train_draft(DraftPlan(kind, init=str(start)), target, store, config, *run)  # type: ignore[arg-type]
+    train_draft(DraftPlan(kind, init=str(start)), target, store, config, *run)
     before, after = (load_draft(folder, target) for folder in (start, run[1]))
     assert before.config == after.config
     assert all(torch.equal(v, after.state_dict()[name]) for name, v in before.state_dict().items())
@@ -144,7 +144,7 @@ def test_training_goes_on_from_a_checkpoint_and_says_from_which(architecture: st
     assert "| block_size | 5 |" in card
     assert str(tmp_path) not in card
     with pytest.raises(UsageError, match="another plan"):
-        train_draft(DraftPlan(kind, 2, 5, 40, mask_token_id=MASK), target, store, config, *run)  # type: ignore[arg-type]
+        train_draft(DraftPlan(kind, 2, 5, 40, mask_token_id=MASK), target, store, config, *run)
 
 
 def test_refusals(tmp_path: Path) -> None:
@@ -154,11 +154,11 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="−1 or one of 0…31"):
         draft.embed_block(torch.tensor([[9]]), BLOCK, torch.tensor([[4, -1, VOCAB]]))
     target = tiny_target()
-    store = real_store(target)
+    store = tiny_store()
     save_draft(tiny_draft(target), tmp_path / "flash")
     run = tmp_path / "run", tmp_path / "out"
     with pytest.raises(UsageError, match="holds a DFlashDraftModel, not a dspine"):
-        train_draft(DraftPlan("dspine", init=str(tmp_path / "flash")), target, store, CONFIG, *run)  # type: ignore[arg-type]
+        train_draft(DraftPlan("dspine", init=str(tmp_path / "flash")), target, store, CONFIG, *run)
     save_draft(tiny_draft(target, target_layer_ids=(1, 3)), tmp_path / "tapped")
     with pytest.raises(UsageError, match=r"reads taps \[1, 3\] but the features hold \[0, 2\]"):
-        train_draft(DraftPlan("dflash", init=str(tmp_path / "tapped")), target, store, CONFIG, *run)  # type: ignore[arg-type]
+        train_draft(DraftPlan("dflash", init=str(tmp_path / "tapped")), target, store, CONFIG, *run)

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 import torch
 from test_arena import tiny_arena
-from test_intermediate import real_store
+from test_intermediate import tiny_store
 from test_training import CONFIG
 from tiny import MASK
 from torch.nn import functional as F
@@ -60,7 +60,7 @@ PLAN = ArmsPlan(
 def place(tmp_path_factory: pytest.TempPathFactory) -> tuple[Target, Arena, Path]:
     folder = tmp_path_factory.mktemp("arms")
     target, arena = tiny_arena(10, per_answer=3)
-    train_arms(PLAN, target, real_store(target), folder)  # type: ignore[arg-type]
+    train_arms(PLAN, target, tiny_store(), folder)
     return target, arena, folder
 
 
@@ -71,7 +71,7 @@ def result(place: tuple[Target, Arena, Path]) -> SupervisionResult:
 
 
 def value(result: SupervisionResult, column: str = "value", **wanted: object) -> float:
-    rows = result.select(**wanted)  # type: ignore[arg-type]
+    rows = result.select(**wanted)
     assert len(rows) == 1, wanted
     return float(rows[column].iloc[0])
 
@@ -214,12 +214,12 @@ def test_a_rerun_trains_nothing_and_workers_share_the_arms(
     place: tuple[Target, Arena, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     target, _, folder = place
-    store, begun = real_store(target), []
+    store, begun = tiny_store(), []
     monkeypatch.setattr(supervision_arms, "train_draft", lambda *a, **k: begun.append(a[4].name))
-    train_arms(PLAN, target, store, folder)  # type: ignore[arg-type]
+    train_arms(PLAN, target, store, folder)
     assert begun == []
     for worker in (0, 1):
-        train_arms(PLAN, target, store, tmp_path, worker=worker, workers=2)  # type: ignore[arg-type]
+        train_arms(PLAN, target, store, tmp_path, worker=worker, workers=2)
     assert begun == [
         "none-1",
         "none-2",
@@ -235,7 +235,7 @@ def test_the_learning_rate_is_chosen_once_for_each_arm(
     place: tuple[Target, Arena, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     target, *_ = place
-    store, used = real_store(target), []
+    store, used = tiny_store(), []
 
     def fake(plan, _target, _store, training, run, output, **_):  # type: ignore[no-untyped-def]
         used.append((run.name, training.lr, training.seed, training.blocks))
@@ -248,14 +248,14 @@ def test_the_learning_rate_is_chosen_once_for_each_arm(
     monkeypatch.setattr(supervision_arms, "validate", found)
     arms = {"none": Arm(Supervision(), (7,)), "cosine": Arm(Supervision("cosine"), (7,), lr=0.5)}
     plan = dataclasses.replace(PLAN, arms=arms, rates=(1e-3, 2e-3), tuning_blocks=60)
-    train_arms(plan, target, store, tmp_path)  # type: ignore[arg-type]
+    train_arms(plan, target, store, tmp_path)
     assert used == [
         ("none-tuning-0.001", 1e-3, 1000, 60),
         ("none-tuning-0.002", 2e-3, 1000, 60),
         ("none-7", 2e-3, 7, 72),
         ("cosine-7", 0.5, 7, 72),
     ]
-    train_arms(plan, target, store, tmp_path)  # type: ignore[arg-type]
+    train_arms(plan, target, store, tmp_path)
     assert [name for name, *_ in used[4:]] == ["none-7", "cosine-7"], "chosen already"
     assert rates_tried(tmp_path, list(arms))["none"]["chosen"] == 2e-3
 
