@@ -1,0 +1,96 @@
+"""Building the C kernels on the machine that runs them, and loading them.
+
+The compiler is `$CC`, or the first of cc, gcc and clang. A library is built for this very processor, once for each
+precision, and kept in the user cache under a name that changes with the sources, the compiler, its options and the
+processor. Where there is no compiler, or it fails, `load` says why, and the caller computes with torch instead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from dspine_probe.errors import ProbeError
+from dspine_probe.files import cache_dir, write_atomically
+
+SOURCES = ("heads.c", "layer.c", "spine.c")
+HEADERS = ("numbers.h", "product.h")
+COMPILERS = ("cc", "gcc", "clang")
+OPTIONS = ("-std=gnu11", "-O3", "-fPIC", "-shared", "-Wno-psabi")
+NATIVE = (("-march=native",), ("-mcpu=native",))  # what compilers call the processor they run on
+THREADED = (("-fopenmp",), ())  # without OpenMP everything runs in one thread
+SECONDS = 120
+
+
+class NotBuilt(Exception):
+    """Why there are no kernels on this machine, in one sentence."""
+
+
+def load(*, half: bool) -> ctypes.CDLL:
+    """The kernels for bfloat16 (`half`) or float weights, built first where they are not in the cache.
+
+    Raises:
+        NotBuilt: there is no C compiler, it fails, or its result does not load.
+    """
+    compiler = _compiler()
+    folder = Path(__file__).parent
+    version = _run([compiler, "--version"]).splitlines()[0]
+    stamp = hashlib.sha256(f"{compiler} {version} {OPTIONS} {half} {_processor()}".encode())
+    for name in (*HEADERS, *SOURCES):
+        stamp.update((folder / name).read_bytes())
+    try:
+        library = cache_dir() / "kernels" / f"{stamp.hexdigest()[:16]}.so"
+        if not library.is_file():
+            write_atomically(library, lambda path: _compile(compiler, folder, path, half))
+        return ctypes.CDLL(str(library))
+    except (OSError, ProbeError) as error:
+        raise NotBuilt(f"the compiled kernels could not be kept or loaded ({error})") from error
+
+
+def _compiler() -> str:
+    names = filter(None, (os.environ.get("CC"), *COMPILERS))
+    found = next(filter(None, map(shutil.which, names)), None)
+    if found is None:
+        raise NotBuilt("there is no C compiler on the search path (cc, gcc or clang)")
+    return found
+
+
+def _compile(compiler: str, folder: Path, library: Path, half: bool) -> None:
+    """Try the best options first; what the compiler does not know is left out."""
+    sources = [str(folder / name) for name in SOURCES]
+    faults = []
+    for native in NATIVE:
+        for threaded in THREADED:
+            options = [*OPTIONS, *native, *threaded, f"-DHALF={int(half)}"]
+            try:
+                _run([compiler, *options, *sources, "-o", str(library), "-lm"])
+                return
+            except NotBuilt as fault:
+                faults.append(fault)
+    raise faults[0]
+
+
+def _run(command: list[str]) -> str:
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, cwd=scratch)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NotBuilt(f"{command[0]} did not run ({error})") from error
+    if done.returncode:
+        said = next(iter(done.stderr.strip().splitlines()), "no reason given")
+        raise NotBuilt(f"{command[0]} failed ({said})")
+    return done.stdout or "unknown"
+
+
+def _processor() -> str:
+    """What "native" stands for: code built here may not run on another processor that shares the cache."""
+    path = Path("/proc/cpuinfo")
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    lines = [line for line in text.splitlines() if line.startswith(("model name", "flags", "Features"))]
+    return "\n".join(sorted(set(lines))) or f"{platform.machine()} {platform.processor()}"

@@ -1,0 +1,105 @@
+/* Few rows times a packed matrix, at the speed at which memory delivers the matrix.
+
+   A packed matrix is cut into blocks of BLOCK outputs; a block holds, word by word along the summed axis, one cell for
+   each of its outputs, so that it is read once, in order, for all rows. Outputs past the last are zeros. Every output
+   of every row is one chain of sums in a fixed order, whatever the number of rows or threads: what a token becomes does
+   not depend, to the last bit, on how many are read with it. */
+
+#ifndef PRODUCT_H
+#define PRODUCT_H
+
+#include <math.h>
+#include <stdlib.h>
+
+#include "numbers.h"
+
+enum { AHEAD = 2048 }; /* words fetched ahead; a single row runs faster on the processor's own prefetching */
+
+typedef struct {
+    const word *cells;
+    long in, out;
+} Matrix;
+
+INLINE long blocks_of(long outputs) { return (outputs + BLOCK - 1) / BLOCK; }
+INLINE const word *block_at(const Matrix *w, long block) { return w->cells + block * (w->in / PAIR) * BLOCK; }
+
+INLINE void tile(const int rows, const word *a, long stride, const word *cells, long words, float *y, long pitch) {
+    vec sum[TILE][2] = {0};
+    for (long k = 0; k < words; k++, cells += BLOCK) {
+        vec low = *(const vec *)cells, high = *(const vec *)(cells + LANES);
+        if (rows > 1)
+            for (int line = 0; line < BLOCK; line += 16) __builtin_prefetch(cells + AHEAD + line);
+        for (int r = 0; r < rows; r++) {
+            word operand = a[r * stride + k];
+            sum[r][0] = step(sum[r][0], low, operand);
+            sum[r][1] = step(sum[r][1], high, operand);
+        }
+    }
+    for (int r = 0; r < rows; r++) {
+        *(vec *)(y + r * pitch) = sum[r][0];
+        *(vec *)(y + r * pitch + LANES) = sum[r][1];
+    }
+}
+
+/* y[r][0..BLOCK) = a[r] . cells. Rows of a are `stride` words apart, rows of y `pitch` floats. */
+static void multiply(long rows, const word *a, long stride, const word *cells, long words, float *y, long pitch) {
+    for (; rows > 0; rows -= TILE, a += TILE * stride, y += TILE * pitch) {
+        switch (rows < TILE ? rows : TILE) {
+            case 1: tile(1, a, stride, cells, words, y, pitch); break;
+            case 2: tile(2, a, stride, cells, words, y, pitch); break;
+            case 3: tile(3, a, stride, cells, words, y, pitch); break;
+            case 4: tile(4, a, stride, cells, words, y, pitch); break;
+#if defined(__AVX512F__)
+            case 5: tile(5, a, stride, cells, words, y, pitch); break;
+            case 6: tile(6, a, stride, cells, words, y, pitch); break;
+            case 7: tile(7, a, stride, cells, words, y, pitch); break;
+            case 8: tile(8, a, stride, cells, words, y, pitch); break;
+#endif
+        }
+    }
+}
+
+/* One block of outputs of a matrix for rows of operands that lie end to end. */
+INLINE void outputs(const Matrix *w, long block, long rows, const number *a, float *y) {
+    multiply(rows, (const word *)a, w->in / PAIR, block_at(w, block), w->in / PAIR, y, BLOCK);
+}
+
+INLINE float mean_square(const float *x, long width) {
+    vec squares = {0};
+    for (long i = 0; i < width; i += LANES) {
+        vec value = load(x + i, width - i);
+        squares += value * value;
+    }
+    return total(squares) / (float)width;
+}
+
+/* A row as operands: its RMS norm with a gain, or the row itself where there is no gain. */
+INLINE void operands(const float *x, long width, const float *gain, float eps, number *to) {
+    float scale = gain ? 1.0f / sqrtf(mean_square(x, width) + eps) : 1.0f;
+    for (long i = 0; i < width; i += LANES) {
+        vec value = load(x + i, width - i) * scale;
+        if (gain) value *= load(gain + i, width - i);
+        put(to + i, value, width - i);
+    }
+}
+
+/* Memory for one call, handed out in pieces that start on cache lines. */
+typedef struct {
+    char *base, *next;
+} Scratch;
+
+INLINE size_t lines(size_t bytes) { return (bytes + 63) / 64 * 64; }
+
+INLINE int reserve(Scratch *scratch, size_t bytes) {
+    scratch->base = malloc(bytes + 64);
+    scratch->next = (char *)lines((size_t)(uintptr_t)scratch->base);
+    return scratch->base != 0;
+}
+
+INLINE void *piece(Scratch *scratch, size_t bytes) {
+    void *start = scratch->next;
+    scratch->next += lines(bytes);
+    return start;
+}
+
+#endif

@@ -1,0 +1,88 @@
+"""The structures and functions of the C kernels, as ctypes sees them; a mirror of `product.h`, `layer.c` and `spine.c`.
+
+Structures hold addresses, so whatever owns one keeps the tensors behind it.
+"""
+
+from __future__ import annotations
+
+from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_long, c_void_p
+
+from torch import Tensor
+
+
+class MatrixC(Structure):
+    """A packed matrix."""
+
+    _fields_ = [("cells", c_void_p), ("inputs", c_long), ("outputs", c_long)]
+
+
+class GeometryC(Structure):
+    """Sizes, rotary tables and threads of a stack."""
+
+    _fields_ = [
+        *((name, c_long) for name in ("width", "inner", "heads", "kv_heads", "head_dim", "capacity")),
+        ("eps", c_float),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("causal", c_int),
+        ("threads", c_int),
+    ]
+
+
+class LayerC(Structure):
+    """Matrices, gains and caches of a layer."""
+
+    _fields_ = [
+        *((name, MatrixC) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, c_void_p) for name in ("norm_in", "norm_mlp", "norm_q", "norm_k", "keys", "values")),
+    ]
+
+
+class PassC(Structure):
+    """Where the rows of a pass belong."""
+
+    _fields_ = [
+        ("sequences", c_long),
+        ("width", c_long),
+        ("slots", POINTER(c_int64)),
+        ("starts", POINTER(c_int64)),
+    ]
+
+
+class InjectionC(Structure):
+    """One layer's injection."""
+
+    _fields_ = [
+        *((name, c_long) for name in ("width", "rank", "message")),
+        *((name, MatrixC) for name in ("readout", "mix", "write")),
+        ("bias", c_void_p),
+        ("threads", c_int),
+    ]
+
+
+class LastWriteC(Structure):
+    """The last injection and what its repetition needs."""
+
+    _fields_ = [
+        ("last", POINTER(InjectionC)),
+        ("gain", c_void_p),
+        ("eps", c_float),
+        ("sent", c_void_p),
+        ("head", c_void_p),
+    ]
+
+
+ARGUMENTS = {
+    "product": (c_void_p, c_long, c_void_p, c_void_p, c_float, c_void_p, c_int),
+    "best": (c_void_p, c_long, c_void_p, c_void_p, c_float, c_long, c_void_p, c_int),
+    "layer": (c_void_p, c_void_p, c_void_p, c_void_p),
+    "context": (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p),
+    "inject": (c_void_p, c_long, c_long, c_void_p, c_void_p, c_void_p),
+    "transitions": (c_void_p, c_long, c_long, c_long, c_void_p, c_void_p, c_void_p, c_void_p),
+    "walk": (c_long, c_long, c_long, c_void_p, c_void_p, c_void_p),
+}
+
+
+def at(tensor: Tensor | None) -> int | None:
+    """Where a contiguous tensor lies."""
+    return None if tensor is None else tensor.data_ptr()
