@@ -22,7 +22,7 @@ from dspine_probe.target import Target
 
 WARM = Sampling(1.0)
 PROMPTS = [Prompt(f"p{i}", "ab"[i % 2], "word" * (i + 1)) for i in range(5)]
-CONFIG = BenchConfig(max_new_tokens=10, samplings=(GREEDY, WARM), rows=(1, 2), cost_repeats=3)
+CONFIG = BenchConfig(max_new_tokens=8, samplings=(GREEDY, WARM), rows=(1, 2), cost_repeats=1)
 
 
 @pytest.fixture(scope="module")

@@ -59,10 +59,10 @@ def test_plain_decoding_is_that_of_transformers():
 def test_random_drafts_change_nothing(kind: str, architecture: str, trimmed: int | None):
     target = tiny_target(kind, stop_ids=(2, 9, 17))
     draft = tiny_draft(target, architecture, trimmed=trimmed)
-    listed = prompts(16)
+    listed = prompts(12)
     expected = generate_greedy(target, listed, max_new_tokens=NEW, batch_size=8)
     batches = [
-        generate_batch(target, draft, listed[at : at + 4], max_new_tokens=NEW) for at in range(0, 16, 4)
+        generate_batch(target, draft, listed[at : at + 4], max_new_tokens=NEW) for at in range(0, 12, 4)
     ]
     side_by_side = [found for batch in batches for found in batch]
     alone = [generate(target, draft, prompt, max_new_tokens=NEW) for prompt in listed[:4]]

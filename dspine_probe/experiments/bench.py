@@ -27,7 +27,7 @@ from dspine_probe.prompts import Prompt
 from dspine_probe.sampling import GREEDY, Sampling, generators
 from dspine_probe.target import Target
 
-_WARM_UP_TOKENS = 8
+_WARM_UP_TOKENS = 4
 Progress = Callable[[str, int, int], None]
 
 
