@@ -129,6 +129,7 @@ def _findings(result: InjectionDepthResult, draft: str) -> Iterator[str]:
             f"{len(by_set)} sets."
         )
     yield from _settling(result, draft)
+    yield from _edges(result, draft)
     for _, row in _control_rows(result, draft).iterrows():
         yield f"{draft}, control: {row['arm']} = {_points(row)}."
     wrong = result.rows(draft, CONTRAST, told=RANK_2)
@@ -160,6 +161,23 @@ def _settling(result: InjectionDepthResult, draft: str) -> Iterator[str]:
     blocks = [point["blocks"] for point in curves[0][0]["held_out"]]
     parts = ", ".join(f"{gap:+.1f} after {count:,}" for gap, count in zip(gaps, blocks, strict=True))
     yield f"{draft}: shallow − late on held-out training texts, by blocks trained: {parts}."
+
+
+def _edges(result: InjectionDepthResult, draft: str) -> Iterator[str]:
+    """How many arms would perhaps have liked a rate outside the range tried."""
+    tried = [
+        (arm["rate"], [float(rate) for rate in arm["trials"]])
+        for name, about in result.drafts.items()
+        if family(name) == family(draft)
+        for arm in about["arms"].values()
+        if arm["trials"]
+    ]
+    if tried:
+        low, high = (sum(rate == end(rates) for rate, rates in tried) for end in (min, max))
+        yield (
+            f"{draft}: of {len(tried)} arms {low} chose the lowest and {high} the highest learning rate tried, "
+            f"{min(tried[0][1]):g}…{max(tried[0][1]):g}."
+        )
 
 
 def _seeds(result: InjectionDepthResult, draft: str, arm: str) -> Iterator[str]:

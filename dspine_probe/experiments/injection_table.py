@@ -160,8 +160,8 @@ class _Table:
         for early in range(last):
             yield Condition.of(Arm(early, unfrozen=True)), Condition.of(Arm(last, unfrozen=True))
             for share in UNRELIABLE:
-                pair = (Condition.of(Arm(d, reliability=share), mixed(share)) for d in (early, last))
-                yield next(pair), next(pair)
+                a, b = (Condition.of(Arm(d, reliability=share), mixed(share)) for d in (early, last))
+                yield a, b
 
     def _mean(self, depths: tuple[int, ...], told: str) -> Scores | None:
         wanted = [Condition.of(Arm(depth), told) for depth in depths]
