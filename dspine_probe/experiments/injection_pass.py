@@ -111,16 +111,9 @@ class BlockPass:
         """From depth `index` to the next."""
         keys, values = self.context.keys[index], self.context.values[index]
         x = self.draft.blocks[index](x, keys, values, self.rotary, self.bias)
-        return x if self.anchor_code is None else self._own_injection(index, x)
-
-    def _own_injection(self, layer: int, h: Tensor) -> Float[Tensor, "block slot d_model"]:
-        """What a DSpine adds after this layer by itself (its `run`, without replacement)."""
-        assert isinstance(self.draft, DSpine) and self.anchor_code is not None
-        parts = self.draft.injection
-        feature = parts.feature(layer, h)
-        pred = torch.cat([self.anchor_code, feature[:, 1:-1]], dim=1)
-        write = parts.write(layer, h[:, 1:], parts.gate(feature[:, 1:], pred) * parts.message(pred))
-        return torch.cat([h[:, :1], h[:, 1:] + write], dim=1)
+        if isinstance(self.draft, DSpine) and self.anchor_code is not None:
+            x = self.draft.inject(index, x, self.anchor_code)
+        return x
 
     def scores(self, x: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows draft_vocab"]:
         """Scores of last-layer states under the final norm and the target's head."""
