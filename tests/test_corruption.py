@@ -30,7 +30,7 @@ from dspine_probe.hooks import HookedDraft
 from dspine_probe.plots import corruption as plots
 
 COUNTS = torch.arange(64) + 1
-CONFIG = CorruptionConfig(resamples=50, precise=True, rerun_first=(RANK_2, ZERO))
+CONFIG = CorruptionConfig(resamples=50, precise=True, rerun_kinds=(RANK_2, ZERO))
 SLOTS = 4
 SPINE = {"dspine": DSpineConfig(transfer_rank=8, message_size=6, top_k=4, replacement_layers=2)}
 
@@ -47,7 +47,7 @@ class Scene:
             for a in self.arena.answers
         ]
         self.stand_ins = {kind: [one[kind] for one in found] for kind in KINDS}
-        reach = Reach(CONFIG.kinds, CONFIG.earlier, CONFIG.rerun_first, later_slots=True)
+        reach = Reach(CONFIG.kinds, CONFIG.earlier, CONFIG.rerun_kinds, later_slots=True)
         (batch,) = self.arena.batches(answers_per_batch=8)
         self.group = prepare(self.arena, self.arena.order, batch, self.stand_ins, self.target, reach)
         self.answers = [self.arena.answers[i] for i in self.arena.order]
@@ -130,7 +130,7 @@ def test_protocol_a_is_what_passes_on_the_edited_texts_give(scene, architecture)
                 whole[:position] = answer.taps[:position]
                 alone = answer.taps.clone()
                 alone[position] = whole[position]
-                told = None if site == "first" and kind not in CONFIG.rerun_first else asked
+                told = asked if kind in CONFIG.rerun_kinds else None
                 for edit, taps in (("row", alone), ("rerun", whole)):
                     key = Key("A", site, edit, kind)
                     if edit == "rerun" and (site == "t−2" or told is None):

@@ -31,13 +31,13 @@ Distance = int | None
 class Reach:
     """Which edits are needed, so that the target is re-run on those and no others.
 
-    kinds: of stand-ins. earlier: distances beyond 1. rerun_first: kinds for which the text is re-run from an edit of
-    its first token up to the anchor. later_slots: whether the target is asked for its answer behind edits in the block.
+    kinds: of stand-ins. earlier: distances beyond 1. rerun_kinds: kinds for which the text is followed from earlier
+    edits up to the anchor. later_slots: whether the target is asked for its answer behind edits in the block.
     """
 
     kinds: Sequence[str]
     earlier: Sequence[int]
-    rerun_first: Sequence[str]
+    rerun_kinds: Sequence[str]
     later_slots: bool
 
     @property
@@ -154,15 +154,15 @@ def _needed(
     stand_ins: Mapping[str, Sequence[Tensor]], text: int, first: int, anchor: int, reach: Reach, slots: int
 ) -> Iterator[tuple[Edit, int]]:
     """Edits for one block, each with the number of tokens to follow it, up to the anchor."""
-    for distance in (1, *reach.earlier):
-        if anchor + 1 - distance >= first:
-            for kind in reach.kinds:
-                yield _edit(stand_ins, kind, text, anchor + 1 - distance), distance
+    earlier = [anchor + 1 - distance for distance in reach.earlier]
+    if first < min(earlier):
+        earlier.append(first)
+    for position in (anchor, *(place for place in earlier if place >= first)):
+        for kind in reach.kinds:
+            length = anchor + 1 - position if kind in reach.rerun_kinds else 1
+            yield _edit(stand_ins, kind, text, position), length
     if anchor + 1 - reach.farthest >= first:
         yield _edit(stand_ins, OWN, text, anchor + 1 - reach.farthest), reach.farthest
-    if first <= anchor - reach.farthest:
-        for kind in reach.kinds:
-            yield _edit(stand_ins, kind, text, first), anchor + 1 - first if kind in reach.rerun_first else 1
     if reach.later_slots:
         for slot in range(1, slots):
             yield _edit(stand_ins, RANK_2, text, anchor + slot), 1

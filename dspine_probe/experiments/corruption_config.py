@@ -15,7 +15,8 @@ class CorruptionConfig:
 
     kinds: stand-ins, at every place. message_kinds: of them, those sent in protocol C.
     earlier: distances compared with the predecessor's, 2 or more.
-    rerun_first: kinds for which the text is re-run all the way from the answer's first token to the anchor.
+    rerun_kinds: kinds for which the target is re-run from an earlier token on up to the anchor: then all rows in
+        between are exchanged too, and the target's own answer is known. Of other kinds, the edited row is exchanged.
     walk_kinds: kinds applied in every round of a decode.
     noise: whether a random vector as long as a rank-2 token's change is tried in every place too.
     anchors_per_answer, walked_per_set: use fewer than the arena holds; None takes all.
@@ -25,8 +26,8 @@ class CorruptionConfig:
     kinds: tuple[str, ...] = KINDS
     message_kinds: tuple[str, ...] = (RANK_2, FREQUENCY, ZERO)
     earlier: tuple[int, ...] = (2, 3)
-    rerun_first: tuple[str, ...] = (RANK_2,)
-    walk_kinds: tuple[str, ...] = (RANK_2, FREQUENCY)
+    rerun_kinds: tuple[str, ...] = (RANK_2,)
+    walk_kinds: tuple[str, ...] = (RANK_2,)
     noise: bool = True
     anchors_per_answer: int | None = None
     walked_per_set: int | None = None
@@ -38,7 +39,7 @@ class CorruptionConfig:
     def __post_init__(self) -> None:
         if RANK_2 not in self.kinds or any(kind not in KINDS for kind in self.kinds):
             raise UsageError(f"kinds are {list(self.kinds)}; give {RANK_2!r} and any of {list(KINDS[1:])}.")
-        for name in ("message_kinds", "rerun_first", "walk_kinds"):
+        for name in ("message_kinds", "rerun_kinds", "walk_kinds"):
             extra = [kind for kind in getattr(self, name) if kind not in self.kinds]
             if extra:
                 raise UsageError(f"{name} has {extra}, but kinds are {list(self.kinds)}; add them there too.")
@@ -62,8 +63,7 @@ class CorruptionConfig:
         return cls(
             kinds=(RANK_2, ZERO),
             message_kinds=(RANK_2,),
-            rerun_first=(),
-            walk_kinds=(RANK_2,),
+            rerun_kinds=(),
             noise=False,
             anchors_per_answer=2,
             walked_per_set=3,

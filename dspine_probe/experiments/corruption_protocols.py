@@ -5,8 +5,10 @@ A. The anchor is slot 1's predecessor, and a wrong anchor is in distribution for
 B. A draft trained on visible prefixes is shown the true tokens up to slot t − 1, and one of them is corrupted.
 C. A DSpine receives true codes as messages in every slot and layer, and one slot receives a wrong code.
 
-In B and C the corrupted token of slot i lies t − i places before successor t. Every protocol also checks itself:
-exchanging a thing for itself must change nothing, and a causal block must not pass anything backwards.
+In B and C the corrupted token of slot i lies t − i places before successor t, and all places speak through one channel.
+In A they do not: an earlier token is heard through the target's state behind it, which also holds what the target
+expects next. Every protocol checks itself: exchanging a thing for itself must change nothing, and a causal block must
+not pass anything backwards.
 """
 
 from __future__ import annotations
@@ -74,18 +76,15 @@ class AnchorProtocol:
         return len(ways)
 
     def _context_edits(self, kind: str) -> Iterator[tuple[Distance, bool]]:
-        """Distances beyond the anchor; whether all rows from there on are re-run, where that is more than one."""
-        for distance in self.config.earlier:
+        """Distances beyond the anchor; whether all rows from there on are exchanged, where that is more than one."""
+        for distance in (*self.config.earlier, FIRST):
             yield distance, False
-            if distance > 2:
+            if kind in self.config.rerun_kinds and distance != 2:
                 yield distance, True
-        yield FIRST, False
-        if kind in self.config.rerun_first:
-            yield FIRST, True
 
     def _exchange(self, kind: str, distance: Distance, whole: bool) -> None:
         hidden = self.bench.hidden(rows=self.bench.rerun_rows(kind, distance, whole=whole))
-        asked = distance is not FIRST or kind in self.config.rerun_first
+        asked = kind in self.config.rerun_kinds
         answers = self.bench.group.choices(kind, distance) if asked else None
         self._enter(distance, RERUN if whole else ROW, kind, self.bench.logits(hidden), answers)
 

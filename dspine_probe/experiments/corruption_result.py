@@ -30,6 +30,8 @@ PAPER_POINTS = -31.8
 """The paper's number (arXiv 2609.36173; Qwen3-4B or 8B, an average whose protocol is not published)."""
 PARENT_TOLERANCE = 0.003
 """By how much showing prefixes in training may change a draft that is shown none (share of tokens)."""
+RERUN_TOLERANCE, FAR_TOLERANCE = 0.01, 0.02
+"""By how much an unedited re-run and the answer's first token may change slot 1 (share of tokens)."""
 _HOW = {
     A: "anchor replaced, context intact",
     B: "prefix shown, its last token replaced",
@@ -154,16 +156,18 @@ def _draft_findings(result: CorruptionResult, draft: str) -> Iterator[str]:
 def _labels_finding(result: CorruptionResult, draft: str) -> Iterator[str]:
     """Dependence or fragility: what becomes of the tokens on which the target itself would now write another."""
     wanted = {"site": PREDECESSOR, "kind": RANK_2}
-    moved = result.headline(draft, A, metric="moved", **wanted)
+    moved = result.headline(draft, A, kind=RANK_2, metric="moved").drop_duplicates("site").set_index("site")
     followed = result.headline(draft, A, subset=CHANGES, metric="followed_change", **wanted)
     stays = result.headline(draft, A, subset=STAYS, metric="change", **wanted)
-    if len(moved) and len(followed) and len(stays):
-        yield (
-            f"{draft}: after a rank-2 anchor the target itself would write another token in "
-            f"{_percent(moved.iloc[0])} of blocks; there the draft's agreement with that token changes by "
-            f"{_points(followed.iloc[0])} (it follows its predecessor); where the target would not, its accuracy "
-            f"changes by {_points(stays.iloc[0])} (it breaks)."
-        )
+    if not (len(followed) and len(stays)):
+        return
+    farther = "; ".join(f"{site} {_percent(row)}" for site, row in moved.iterrows() if site != PREDECESSOR)
+    yield (
+        f"{draft}: after a rank-2 anchor the target itself would write another token in "
+        f"{_percent(moved.loc[PREDECESSOR])} of blocks (farther back: {farther or 'not asked'}). There the draft's "
+        f"agreement with that token changes by {_points(followed.iloc[0])} (following); where the target keeps its "
+        f"token, the draft's accuracy changes by {_points(stays.iloc[0])} (breaking)."
+    )
 
 
 def _kinds_finding(result: CorruptionResult, draft: str) -> Iterator[str]:
@@ -188,8 +192,9 @@ def _controls(result: CorruptionResult) -> Iterator[tuple[str, str, bool | None]
         tried = result.checks[draft]["exchanged_for_itself"]
         yield f"{draft}: no-op", f"{tried} exchanges of a thing for itself changed no bit", True
         for _, row in result.headline(draft, A, kind=UNEDITED, metric="change").iterrows():
-            small = abs(row["low"]) < 0.01 and abs(row["high"]) < 0.01
-            yield f"{draft}: context re-run unedited", f"{_points(row)}; passed within ±1 point", bool(small)
+            small = max(abs(row["low"]), abs(row["high"])) <= RERUN_TOLERANCE
+            bar = f"passed within ±{100 * RERUN_TOLERANCE:.0f} point"
+            yield f"{draft}: context re-run unedited", f"{_points(row)}; {bar}", bool(small)
         for other, passed in ((NOISE, "high"), (MASK, None)):
             gap = result.headline(draft, A, site=PREDECESSOR, kind=RANK_2 + MINUS + other, metric="change")
             for _, row in gap.iterrows():
@@ -197,12 +202,19 @@ def _controls(result: CorruptionResult) -> Iterator[tuple[str, str, bool | None]
                 yield f"{draft}: rank 2 against {other}", _points(row), verdict
         far = result.headline(draft, A, site="first", edit=ROW, kind=RANK_2, metric="change")
         for _, row in far.iterrows():
-            yield f"{draft}: first token of the answer", _points(row), bool(row["low"] > -0.02)
+            bar = f"passed above −{100 * FAR_TOLERANCE:.0f} points"
+            yield (
+                f"{draft}: first token of the answer",
+                f"{_points(row)}; {bar}",
+                bool(row["low"] > -FAR_TOLERANCE),
+            )
     for draft in result.measured(B):
         for _, row in result.select(draft=draft, protocol=B, site="none", metric="change").iterrows():
             if row["kind"].startswith("fine-tuned") and row["first_slot"] != row["last_slot"]:
                 unchanged = abs(row["mean"]) <= PARENT_TOLERANCE
-                yield f"{draft}: fine-tuned against parent, nothing shown", _points(row), bool(unchanged)
+                bar = f"passed within ±{100 * PARENT_TOLERANCE:.1f} points"
+                name = f"{draft}: fine-tuned against parent, nothing shown"
+                yield name, f"{_points(row)}; {bar}", bool(unchanged)
     for protocol in (B, C):
         for draft in result.measured(protocol):
             rows = result.headline(draft, protocol, site=PREDECESSOR, kind=RANK_2, metric="change")

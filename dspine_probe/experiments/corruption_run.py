@@ -69,7 +69,7 @@ class CorruptionRun:
         """Every condition of every draft on all blocks, in the arena's order."""
         spines = any(isinstance(draft, DSpine) for draft in self.drafts.values())
         config = self.config
-        reach = Reach(config.kinds, config.earlier, config.rerun_first, spines or bool(self.fine_tuned))
+        reach = Reach(config.kinds, config.earlier, config.rerun_kinds, spines or bool(self.fine_tuned))
         found: dict[str, list[Sheets]] = {name: [] for name in self.drafts}
         size = config.answers_per_batch
         with ExitStack() as stack:

@@ -18,6 +18,9 @@ from dspine_probe.plots.style import CATEGORICAL, interval_bars, layout, look, n
 _KEYS = ["draft", "protocol", "site", "edit", "kind", "subset", "metric"]
 _NUMBERS = ["first_slot", "last_slot", "mean", "low", "high", "n", "prompts"]
 _PATTERNS = ("", "/", ".", "x", "-", "+")
+_CHANNEL = (
+    "Earlier tokens are heard through the target's states, which also hold what the target expects next."
+)
 _PICKS = {
     "clean": "true token, before",
     "top1": "true token, after",
@@ -46,7 +49,7 @@ def places(result: CorruptionResult, *, protocol: str = A) -> FigureBlock:
         layout(figure, height=440),
         f"What a wrong token costs, by its place (protocol {protocol})",
         f"Accuracy on the true tokens of {_slots(rows)}, after minus before; 95 % intervals over prompts. The dotted "
-        f"line is the paper's number on its own models. {_sizes(rows)}",
+        f"line is the paper's number on its own models. {_CHANNEL if protocol == A else ''} {_sizes(rows)}",
         " ".join(_describe(rows[rows["draft"] == draft], draft) for draft in drafts),
         rows[_KEYS + _NUMBERS],
     )
