@@ -14,7 +14,7 @@ from dspine_probe.drafts.dspine import TruePredecessors
 from dspine_probe.errors import ProbeError, UsageError
 from dspine_probe.experiments.contrast import Draws
 from dspine_probe.experiments.corruption import corruption
-from dspine_probe.experiments.corruption_bench import Bench, as_long_as
+from dspine_probe.experiments.corruption_bench import Bench, as_long_as, hide
 from dspine_probe.experiments.corruption_blocks import OWN, Reach, prepare
 from dspine_probe.experiments.corruption_config import CorruptionConfig
 from dspine_probe.experiments.corruption_protocols import (
@@ -30,7 +30,7 @@ from dspine_probe.hooks import HookedDraft
 from dspine_probe.plots import corruption as plots
 
 COUNTS = torch.arange(64) + 1
-CONFIG = CorruptionConfig(resamples=50, precise=True, rerun_kinds=(RANK_2, ZERO))
+CONFIG = CorruptionConfig(resamples=50, precise=True, rerun_kinds=(RANK_2, ZERO), walk_kinds=(RANK_2, ZERO))
 SLOTS = 4
 SPINE = {"dspine": DSpineConfig(transfer_rank=8, message_size=6, top_k=4, replacement_layers=2)}
 
@@ -161,6 +161,26 @@ def test_nothing_is_a_zero_embedding_and_a_zero_code(scene):
         for slot in range(1, SLOTS):
             wanted = by_hand(draft, clean[slot], wrong[slot], int(group.tokens[block, slot + 1]))
             same(found[:, block, slot], wanted)
+
+
+def test_a_hidden_anchor_is_hidden_from_the_last_write_too(scene):
+    """Slot 1 as drafted, against tables in which the anchor's token has no embedding and no code."""
+    draft, group = draft_of(scene, DSPINE), scene.group
+    with torch.no_grad(), HookedDraft(draft) as hooked:
+        for block in range(0, len(group), 4):
+            token, anchor = group.tokens[block, :1], group.anchors[block, None, None]
+            if int(token) == MASK:
+                continue
+            context = draft.encode_context(scene.answers[int(group.text[block])].taps[None])
+            with hooked.hooks(hide(draft, 0)):
+                drafted = draft.draft_greedy(context, token[None], anchor)
+                scores = draft.transition_cache(draft.run(context, token[None], anchor), token[None]).scores
+            bare = draft_of(scene, DSPINE)
+            bare.embedding = bare.embedding.clone()
+            bare.embedding[token], bare.codes[token] = 0, 0
+            assert int(bare.draft_greedy(context, token[None], anchor)[0, 0]) == int(drafted[0, 0])
+            wanted = bare.transition_cache(bare.run(context, token[None], anchor), token[None]).scores
+            torch.testing.assert_close(scores[0, 0], wanted[0, 0], atol=1e-4, rtol=1e-4)
 
 
 def test_the_unedited_text_run_again_changes_nothing_but_rounding(scene):

@@ -40,7 +40,13 @@ def places(result: CorruptionResult, *, protocol: str = A) -> FigureBlock:
             part = rows[(rows["draft"] == draft) & (rows["kind"] == kind)]
             figure.add_trace(_bars(part, "site", kind, index, legend=column == 1), row=1, col=column)
         figure.add_hline(
-            y=PAPER_POINTS, line_dash="dot", line_width=1, annotation_text="paper, Qwen3", row=1, col=column
+            y=PAPER_POINTS,
+            line_dash="dot",
+            line_width=1,
+            annotation_text="paper, Qwen3",
+            annotation_position="bottom left",
+            row=1,
+            col=column,
         )
     figure.update_xaxes(categoryorder="array", categoryarray=order, title_text="place of the corrupted token")
     figure.update_yaxes(title_text="change in accuracy, points", row=1, col=1)
