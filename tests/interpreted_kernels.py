@@ -10,27 +10,31 @@ from dataclasses import asdict, replace
 import torch
 
 from dspine_probe.decoding.kernels.candidates import top_candidates
-from dspine_probe.decoding.kernels.checks import check_kernels
+from dspine_probe.decoding.kernels.checks import COMPARISONS, check_kernels
 from dspine_probe.decoding.kernels.last_write import PairParts
 from dspine_probe.decoding.kernels.launch import usable
 from dspine_probe.decoding.kernels.markov import MarkovHead, markov_tokens
 from dspine_probe.decoding.kernels.problem import EMBEDDED, ODD, Problem
 from dspine_probe.decoding.kernels.walk import plan_walk, walk_scores
 
+SPINE = ("injection", "pair scores", "walk, greedy")
 PROBLEMS = {
-    "odd fp32": (ODD, torch.float32),
-    "odd bf16": (ODD, torch.bfloat16),
-    "odd fp32, many blocks": (replace(ODD, batch=12), torch.float32),
-    "embedded bf16": (replace(EMBEDDED, vocab=401), torch.bfloat16),
+    "odd bf16": (ODD, torch.bfloat16, tuple(COMPARISONS)),
+    "many blocks fp32": (
+        replace(ODD, slots=3, heads=2, kv_heads=1, batch=22),
+        torch.float32,
+        tuple(COMPARISONS),
+    ),
+    "embedded bf16": (replace(EMBEDDED, slots=4, vocab=401), torch.bfloat16, SPINE),
 }
 K, SLOTS, DRAWS, TOGETHER = 3, 3, 200_000, 8192
 
 
 def errors() -> dict[str, list[dict]]:
     made = {}
-    for name, (sizes, dtype) in PROBLEMS.items():
+    for name, (sizes, dtype, kernels) in PROBLEMS.items():
         problem = Problem.make(sizes, dtype, "cpu", torch.Generator().manual_seed(0))
-        made[name] = [{**asdict(check), "passed": check.passed} for check in check_kernels(problem)]
+        made[name] = [{**asdict(check), "passed": check.passed} for check in check_kernels(problem, kernels)]
     return made
 
 
@@ -80,7 +84,9 @@ def extremes() -> dict[str, bool]:
     return {
         "never one of weight 0": all(not {1, 4} & set(w.tokens.flatten().tolist()) for w in drawn),
         "lowest and highest": [w.tokens[0].tolist() for w in drawn] == [[0, 3], [2, 5], [2, 5]],
-        "usable": usable(scores) and not usable(scores.transpose(2, 3)[..., :2]) and not usable(scores.half()),
+        "usable": usable(scores)
+        and not usable(scores.transpose(2, 3)[..., :2])
+        and not usable(scores.half()),
     }
 
 

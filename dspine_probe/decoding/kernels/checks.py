@@ -1,13 +1,13 @@
 """Every kernel against its torch reference in float64, on the same rounded inputs.
 
-A kernel that computes numbers is judged by ‖out − reference‖ / ‖reference‖. One that chooses tokens is judged by regret:
-the exact score of the best token less that of the chosen one, given the kernel's own earlier choices, over the spread of
-the scores, so that a near-tie costs nothing and a wrong token costs much. Entry point: `check_kernels`.
+A kernel that computes numbers is judged by ‖out − reference‖ / ‖reference‖. One that chooses tokens is judged by
+regret: the exact score of the best token less that of the chosen one, given the kernel's own earlier choices, over the
+spread of the scores, so that a near-tie costs nothing and a wrong token costs much. Entry point: `check_kernels`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -51,13 +51,13 @@ class Check:
         return self.error <= self.bound
 
 
-def check_kernels(problem: Problem) -> list[Check]:
-    """Run every entry function on the problem and compare."""
+def check_kernels(problem: Problem, kernels: Iterable[str] | None = None) -> list[Check]:
+    """Run the entry functions (all, or those named in `COMPARISONS`) on the problem and compare."""
     dtype = problem.h.dtype
     by = "triton" if usable(problem.h) else "torch"
     return [
-        Check(name, str(dtype).removeprefix("torch."), float(compare(problem)), BOUNDS[dtype], by)
-        for name, compare in COMPARISONS.items()
+        Check(name, str(dtype).removeprefix("torch."), float(COMPARISONS[name](problem)), BOUNDS[dtype], by)
+        for name in kernels or COMPARISONS
     ]
 
 

@@ -1,8 +1,8 @@
 """Compile every launch of the decoding path for GPUs that are not here, and find kernels that would run badly there.
 
-The launches are those of `Problem.launches` on the meta device, so what is compiled is what would run: types, constants,
-alignment, warps, stages. From the machine code come registers, the stack a thread needs (spilled registers, arrays that
-did not fit) and shared memory; `faults` names what breaks a limit. Says nothing about speed. Entry points:
+The launches are those of `Problem.launches` on the meta device, so what is compiled is what would run: types,
+constants, alignment, warps, stages. From the machine code come registers, the stack a thread needs (spilled registers,
+arrays that did not fit) and shared memory; `faults` names what breaks a limit. Says nothing about speed. Entry points:
 `compile_launch`, `compile_all`, and  python -m dspine_probe.decoding.kernels.compile_check
 """
 
@@ -86,9 +86,7 @@ def compile_launch(launch: Launch, arch: int, geometry: str = "") -> Compiled:
     except Exception as error:
         raise ProbeError(f"{launch.name} does not compile for sm_{arch}: {error}") from error
     registers, stack = _resources(made.asm["cubin"])
-    return Compiled(
-        launch.name, arch, geometry, registers, stack, made.metadata.shared, 32 * launch.warps
-    )
+    return Compiled(launch.name, arch, geometry, registers, stack, made.metadata.shared, 32 * launch.warps)
 
 
 def compile_all(

@@ -39,10 +39,12 @@ def interpreting() -> bool:
 
 
 def usable(*tensors: Tensor) -> bool:
-    """Whether Triton can compute on these: contiguous bf16, fp32 or integers, on a CUDA device or in the interpreter."""
+    """Whether Triton can compute on these: contiguous bf16, fp32 or ints, on a CUDA device or in the interpreter."""
     if triton is None or not all(_suits(tensor) for tensor in tensors):
         return False
-    return all(t.is_cuda for t in tensors) or (interpreting() and all(t.device.type == "cpu" for t in tensors))
+    return all(t.is_cuda for t in tensors) or (
+        interpreting() and all(t.device.type == "cpu" for t in tensors)
+    )
 
 
 def _suits(tensor: Tensor) -> bool:

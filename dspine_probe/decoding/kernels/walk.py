@@ -125,7 +125,7 @@ def _table(
     for part in tl.static_range(PARTS):
         at = (part * blocks * slots + cell) * k + a
         product += tl.load(products + at * k + b, inside, 0.0)
-        square += tl.load(squares + at, here[:, None, None] & (a < k), 0.0)
+        square += tl.load(squares + at, here[:, None, None] & (a < k), 1.0)
     return product * tl.rsqrt(square / d_model + eps)
 
 
