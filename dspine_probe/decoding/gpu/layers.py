@@ -1,0 +1,142 @@
+"""Decoder layers with fused weights over a cache that is allocated once; target and drafts share them.
+
+A layer is four matrix products, two of which add the residual stream as they finish, and the kernels between them.
+Where rows of different sequences stand is read from a tensor on the device, so one captured step serves every round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn import functional as F
+
+from dspine_probe.decoding.cpu.compute import Geometry, Layer
+from dspine_probe.decoding.cpu.compute import Rotary as WholeRotary
+from dspine_probe.decoding.kernels.block_attention import block_attention
+from dspine_probe.decoding.kernels.layer_ops import Heads, LayerCache, Rotary, rotate_and_store, silu_mul
+from dspine_probe.errors import UsageError
+
+
+@dataclass(frozen=True)
+class FusedLayer:
+    """One layer, q/k/v and gate/up each in one matrix."""
+
+    qkv: Float[Tensor, "fused d_model"]
+    out: Float[Tensor, "d_model heads_d_head"]
+    gate_up: Float[Tensor, "two_inner d_model"]
+    down: Float[Tensor, "d_model inner"]
+    norm_in: Float[Tensor, "d_model"]
+    norm_mlp: Float[Tensor, "d_model"]
+    heads: Heads
+
+    @classmethod
+    def fuse(cls, layer: Layer, geometry: Geometry) -> FusedLayer:
+        """Fused copies of a layer's weights."""
+        norms = layer.norm_q, layer.norm_k
+        return cls(
+            torch.cat([layer.q, layer.k, layer.v]),
+            layer.out,
+            torch.cat([layer.gate, layer.up]),
+            layer.down,
+            layer.norm_in,
+            layer.norm_mlp,
+            Heads(geometry.heads, geometry.kv_heads, geometry.head_dim, geometry.eps, *norms),
+        )
+
+
+class Stack:
+    """Fused layers and the keys and values of `rows` sequences of at most `capacity` positions."""
+
+    def __init__(
+        self,
+        layers: Sequence[FusedLayer],
+        geometry: Geometry,
+        rotary: WholeRotary,
+        *,
+        rows: int,
+        capacity: int,
+    ) -> None:
+        self.layers, self.geometry = layers, geometry
+        like, half = layers[0].qkv, geometry.head_dim // 2
+        self.rotary = Rotary(*(t[:, :half].to(like.device).contiguous() for t in (rotary.cos, rotary.sin)))
+        shape = (len(layers), rows, geometry.kv_heads, capacity, geometry.head_dim)
+        self.keys, self.values = like.new_zeros(shape), like.new_zeros(shape)
+
+    def cache(self, number: int, rows: int) -> LayerCache:
+        """One layer's keys and values of the first `rows` sequences."""
+        return LayerCache(self.keys[number, :rows], self.values[number, :rows])
+
+    def run(
+        self, number: int, x: Float[Tensor, "row d_model"], starts: Int[Tensor, "batch"]
+    ) -> Float[Tensor, "row d_model"]:
+        """One layer on the slots of every sequence, which stand from `starts` on and are stored there."""
+        layer, cache = self.layers[number], self.cache(number, len(starts))
+        qkv = F.linear(self.norm(x, layer.norm_in), layer.qkv)
+        queries = rotate_and_store(qkv, layer.heads, self.rotary, starts, cache)
+        mixed = block_attention(queries, cache, starts, causal=self.geometry.causal)
+        x = torch.addmm(x, mixed, layer.out.T)
+        gate_up = F.linear(self.norm(x, layer.norm_mlp), layer.gate_up)
+        return torch.addmm(x, silu_mul(gate_up), layer.down.T)
+
+    def norm(
+        self, x: Float[Tensor, "*rows d_model"], gain: Float[Tensor, "d_model"]
+    ) -> Float[Tensor, "*rows d_model"]:
+        """The RMS norm of all these models."""
+        return F.rms_norm(x, gain.shape, gain, self.geometry.eps)
+
+
+class Rows:
+    """How many positions of every sequence count, on the host and in the tensor `ends` that steps read."""
+
+    def __init__(self, rows: int, capacity: int, device: torch.device) -> None:
+        self.most, self.capacity = rows, capacity
+        self.lengths: list[int] = []
+        self.ends = torch.zeros(rows, dtype=torch.long, device=device)
+
+    @property
+    def bucket(self) -> int:
+        """Rows of the step that serves these: the next power of two, so that few steps serve every batch."""
+        return min(self.most, 1 << max(len(self.lengths) - 1, 0).bit_length())
+
+    def open(self, count: int) -> None:
+        """Begin with `count` empty rows."""
+        self._set([0] * count)
+
+    def grow(self, counts: Sequence[int]) -> None:
+        """Count the next `counts[r]` positions of row r."""
+        self._set([length + count for length, count in zip(self.lengths, counts, strict=True)])
+
+    def select(self, rows: Sequence[int], stack: Stack) -> None:
+        """Go on with these rows alone, moved down in the caches."""
+        for new, old in enumerate(rows):
+            if new != old:
+                for cache in (stack.keys, stack.values):
+                    cache[:, new, :, : self.lengths[old]] = cache[:, old, :, : self.lengths[old]]
+        self._set([self.lengths[row] for row in rows])
+
+    def require(self, width: int) -> None:
+        """Refuse `width` more positions if a row has no room for them.
+
+        Raises:
+            UsageError: naming the longest row.
+        """
+        longest = max(self.lengths)
+        if longest + width > self.capacity:
+            raise UsageError(
+                f"a row of {longest} tokens and {width} more do not fit a cache of {self.capacity} positions; "
+                "open the engine with more capacity or shorten the prompt"
+            )
+
+    def padded(self, values: Tensor) -> Tensor:
+        """Values of the rows, with zeros for the unused rows of the bucket."""
+        missing = self.bucket - len(values)
+        return F.pad(values, (0, 0) * (values.ndim - 1) + (0, missing)) if missing else values
+
+    def _set(self, lengths: list[int]) -> None:
+        self.lengths = lengths
+        # Unused rows of a bucket write at position 0 of rows that nobody reads.
+        self.ends.copy_(torch.tensor(lengths + [0] * (self.most - len(lengths))), non_blocking=True)

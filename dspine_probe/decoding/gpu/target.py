@@ -1,0 +1,165 @@
+"""The target engine on a GPU: one step of fixed width, captured for every number of rows it meets.
+
+A prompt is read through the same layers in pieces. Positions behind a row's end may be written by padding or by tokens
+that were not kept: nothing sees them before the row's own tokens have taken their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn import functional as F
+
+from dspine_probe.decoding.cpu.compute import Geometry
+from dspine_probe.decoding.cpu.weights import target_layers, target_rotary
+from dspine_probe.decoding.gpu.layers import FusedLayer, Rows, Stack
+from dspine_probe.decoding.graphs import Capturing, FixedStep, Outputs, refuse_hooked
+from dspine_probe.decoding.lean import check_supported
+from dspine_probe.errors import UsageError
+from dspine_probe.target import Target
+
+PIECE = 64  # tokens of a prompt read at once
+
+
+@dataclass(frozen=True)
+class FusedTarget:
+    """A target's weights with fused products; made once, used by any number of engines."""
+
+    geometry: Geometry
+    layers: tuple[FusedLayer, ...]
+
+    @classmethod
+    def fuse(cls, target: Target) -> FusedTarget:
+        """Fuse a target's weights.
+
+        Raises:
+            UsageError: it is built in a way that is not reproduced.
+        """
+        check_supported(target.model)
+        _refuse_unlike(target)
+        geometry = Geometry(
+            target.hidden_size,
+            target.intermediate_size,
+            target.num_heads,
+            target.num_kv_heads,
+            target.head_dim,
+            target.rms_norm_eps,
+            causal=True,
+        )
+        return cls(geometry, tuple(FusedLayer.fuse(layer, geometry) for layer in target_layers(target)))
+
+
+class GpuTarget:
+    """`TargetEngine` over fused weights."""
+
+    def __init__(
+        self,
+        target: Target,
+        fused: FusedTarget,
+        taps: Sequence[int],
+        *,
+        rows: int,
+        capacity: int,
+        how: Capturing,
+    ) -> None:
+        refuse_hooked(target.model, f"target '{target.name}'")
+        self.target, self.tapped, self.how = target, tuple(taps), how
+        self.gain = target.model.base_model.norm.weight.detach()
+        rotary = target_rotary(target, capacity)
+        self.stack = Stack(fused.layers, fused.geometry, rotary, rows=rows, capacity=capacity)
+        self.rows = Rows(rows, capacity, target.device)
+        self.steps: dict[tuple[int, int], FixedStep] = {}
+        self._taps = self.gain.new_empty(0, 0, 0)
+
+    def start(self, prompts: Sequence[Sequence[int]]) -> Float[Tensor, "row vocab"]:
+        """See `TargetEngine.start`."""
+        self.rows.open(len(prompts))
+        longest = max(map(len, prompts))
+        self.rows.require(longest)
+        ids = torch.zeros(len(prompts), longest, dtype=torch.long)
+        for row, prompt in enumerate(prompts):
+            ids[row, : len(prompt)] = torch.tensor(prompt)
+        ids = ids.to(self.gain.device)
+        last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=ids.device)
+        finals = self.gain.new_empty(len(prompts), len(self.gain))
+        taps = []
+        for at in range(0, longest, PIECE):
+            piece = ids[:, at : at + PIECE]
+            states, tapped = self._pass(piece, torch.full_like(last, at))
+            taps.append(tapped)
+            ends_here = ((at <= last) & (last < at + PIECE))[:, None]
+            place = (last - at).clamp(0, piece.shape[1] - 1)
+            finals = torch.where(
+                ends_here, states[torch.arange(len(last), device=last.device), place], finals
+            )
+        self._taps = torch.cat(taps, dim=1)
+        self.rows.grow([len(prompt) for prompt in prompts])
+        return self._logits(finals)
+
+    def read(self, tokens: Int[Tensor, "row width"]) -> Float[Tensor, "row width vocab"]:
+        """See `TargetEngine.read`; the scores are overwritten by the next pass."""
+        return self._step(tokens)[0][: len(tokens)]
+
+    def greedy(self, tokens: Int[Tensor, "row width"]) -> Int[Tensor, "row width"]:
+        """See `TargetEngine.greedy`."""
+        return self._step(tokens)[1][: len(tokens)]
+
+    @property
+    def taps(self) -> Float[Tensor, "row width taps_d_model"]:
+        """See `TargetEngine.taps`; overwritten by the next pass."""
+        return self._taps
+
+    def keep(self, counts: Sequence[int]) -> None:
+        """See `TargetEngine.keep`."""
+        self.rows.grow(counts)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """See `TargetEngine.select`."""
+        self.rows.select(rows, self.stack)
+
+    def _step(self, tokens: Int[Tensor, "row width"]) -> Outputs:
+        self.rows.require(tokens.shape[1])
+        bucket, width = self.rows.bucket, tokens.shape[1]
+        if (bucket, width) not in self.steps:
+            self.steps[bucket, width] = FixedStep(self._verify, self.how)
+        step = self.steps[bucket, width]
+        outputs = step(tokens=self.rows.padded(tokens), starts=self.rows.ends[:bucket])
+        self._taps = outputs[2][: len(tokens)]
+        return outputs
+
+    def _verify(self, tokens: Int[Tensor, "row width"], starts: Int[Tensor, "row"]) -> Outputs:
+        """Scores, likeliest tokens and taps."""
+        states, taps = self._pass(tokens, starts)
+        scores = self._logits(states)
+        return scores, scores.max(dim=-1).indices, taps
+
+    def _pass(
+        self, tokens: Int[Tensor, "row width"], starts: Int[Tensor, "row"]
+    ) -> tuple[Float[Tensor, "row width d_model"], Float[Tensor, "row width taps_d_model"]]:
+        """States after the last layer, and the taps."""
+        x = F.embedding(tokens, self.target.embedding).flatten(0, 1)
+        caught: dict[int, Tensor] = {}
+        for number in range(len(self.stack.layers)):
+            x = self.stack.run(number, x, starts)
+            if number in self.tapped:
+                caught[number] = x
+        tapped = [x[:, :0], *(caught[tap] for tap in self.tapped)]
+        return x.view(*tokens.shape, -1), torch.cat(tapped, dim=-1).view(*tokens.shape, -1)
+
+    def _logits(self, states: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows vocab"]:
+        return self.target.logits(self.stack.norm(states, self.gain))
+
+
+def _refuse_unlike(target: Target) -> None:
+    """What the fused layers do not compute."""
+    biased = any(getattr(part, "bias", None) is not None for part in target.model.modules())
+    activation = target.config.hidden_act
+    if biased or activation != "silu":
+        fault = "biases" if biased else f"the activation {activation!r}"
+        raise UsageError(
+            f"target '{target.name}' has {fault}, which fused decoding does not compute; use the reference engines"
+        )
