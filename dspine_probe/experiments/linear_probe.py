@@ -28,7 +28,7 @@ from torch import Tensor
 
 from dspine_probe.errors import ProbeError, UsageError
 
-PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+PENALTIES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 PORTIONS = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
 
 
@@ -72,6 +72,11 @@ class Parts:
         """The same parts without the other rows; with `test_too=False` the test part keeps them."""
         test = self.test & rows if test_too else self.test
         return Parts(self.group, self.train & rows, self.validation & rows, test)
+
+    def repeat(self, times: int) -> Parts:
+        """Every row that many times in place, as for the slots of a block."""
+        masks = (self.group, self.train, self.validation, self.test)
+        return Parts(*(mask.repeat_interleave(times) for mask in masks))
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,6 @@ from dspine_probe.experiments.probing_rows import (
     OWN,
     TARGETS,
     UNASKED,
-    ProbeRows,
     Question,
     question,
     read_rows,
@@ -165,7 +164,7 @@ class _Study:
         return self.found
 
     def _probe_target(self, target: str, asked: Question, parts: Parts, repeat: int) -> None:
-        flat = _by_slot(parts, self.rows)
+        flat = parts.repeat(self.rows.states.shape[2])
         types = self.rows.anchors.flatten()
         held = _held_types(types, self.config.types_held_out, self._generator("held-out types", repeat))
         y = asked.classes.flatten()
@@ -238,14 +237,6 @@ class _Study:
 
     def _total(self) -> int:
         return self.config.repeats * len(self.config.targets) * (3 * len(self.rows.states) + 1)
-
-
-def _by_slot(parts: Parts, rows: ProbeRows) -> Parts:
-    """The same parts, a row for every slot of a block."""
-    slots = rows.states.shape[2]
-    return Parts(
-        *(getattr(parts, name).repeat_interleave(slots) for name in ("group", "train", "validation", "test"))
-    )
 
 
 def _held_types(types: Int[Tensor, "row"], share: float, generator: torch.Generator) -> Bool[Tensor, "row"]:
