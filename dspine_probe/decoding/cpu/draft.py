@@ -105,7 +105,7 @@ class CpuDraft:
         self,
         anchor_tokens: Int[Tensor, "row"],
         *,
-        temperature: float = 0.0,
+        temperature: float = 1.0,
         noise: Float[Tensor, "row draft_slot"] | None = None,
         on_trunk: Callable[[], None] | None = None,
     ) -> Proposal:
