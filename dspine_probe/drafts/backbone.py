@@ -338,7 +338,8 @@ class Backbone(nn.Module, ABC):
 
     def logits(self, hidden: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch draft_vocab"]:
         """Scores of final-normed states under the target's frozen head."""
-        return self.hook_logits(F.linear(hidden, self.head))
+        # A slice of slots is not contiguous, and a product with it is several times slower.
+        return self.hook_logits(F.linear(hidden.contiguous(), self.head))
 
     def to_tokens(self, index: Int[Tensor, "*batch"]) -> Int[Tensor, "*batch"]:
         """Token ids of positions in the draft's vocabulary."""
