@@ -9,7 +9,9 @@ import torch
 from dspine_probe.experiments.reproduction import Reproduction
 from dspine_probe.experiments.results import versions
 from dspine_probe.plots import acceptance as acceptance_plots
+from dspine_probe.plots import corruption as corruption_plots
 from dspine_probe.plots import emergence as emergence_plots
+from dspine_probe.plots import injection_depth as injection_plots
 from dspine_probe.plots import speed as speed_plots
 from dspine_probe.plots.figure_block import FigureBlock, write_figure, write_report
 
@@ -18,10 +20,16 @@ REPORT = "report.html"
 
 def figure_blocks(found: Reproduction) -> dict[str, FigureBlock]:
     """Every figure of the report by file name, in reading order."""
-    return {
+    blocks = {
         "emergence_heatmaps": emergence_plots.heatmaps(found.emergence),
         "emergence_slots": emergence_plots.slot_curves(found.emergence),
         "emergence_controls": emergence_plots.controls(found.emergence),
+        "corruption_places": corruption_plots.places(found.corruption),
+        "corruption_slots": corruption_plots.slots(found.corruption),
+    }
+    if found.injection is not None:
+        blocks["injection_by_depth"] = injection_plots.by_depth(found.injection)
+    return blocks | {
         "acceptance_by_set": acceptance_plots.bars(found.acceptance),
         "acceptance_by_slot": acceptance_plots.survival(found.acceptance),
         "speed": speed_plots.bars(found.speed),
@@ -54,7 +62,7 @@ def _intro(found: Reproduction) -> str:
             f"Target {setting['target']} in fp32 on {setting['threads']} threads, torch {torch.__version__}, "
             f"dspine_probe {used['dspine_probe']}. Measured in {found.seconds:.0f} seconds.",
             f"All {len(found.speed.answers)} decoded answers {same}.",
-            *found.emergence.findings(),
+            *found.findings(),
             "These are small drafts of a small target; numbers of published models are their authors'.",
         ]
     )

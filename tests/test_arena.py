@@ -10,7 +10,8 @@ from torch import Tensor
 
 from dspine_probe.decoding.batch import Completion, generate_greedy
 from dspine_probe.errors import ProbeError, UsageError
-from dspine_probe.experiments.arena import Arena, build_arena
+from dspine_probe.experiments.arena import Arena
+from dspine_probe.experiments.arena_building import build_arena
 from dspine_probe.experiments.contrast import Draws, difference, macro, per_set, per_slot
 from dspine_probe.prompts import Prompt
 from dspine_probe.target import Target

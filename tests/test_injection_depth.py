@@ -12,7 +12,7 @@ from torch import Tensor
 from dspine_probe.config import DSPINE
 from dspine_probe.decoding.batch import generate_greedy
 from dspine_probe.errors import ProbeError, UsageError
-from dspine_probe.experiments.arena import build_arena
+from dspine_probe.experiments.arena_building import build_arena
 from dspine_probe.experiments.injection_arms import DEPTHS, Arm, build
 from dspine_probe.experiments.injection_batches import BlockSource, Draw
 from dspine_probe.experiments.injection_depth import InjectionConfig, injection_depth

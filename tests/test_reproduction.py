@@ -27,7 +27,7 @@ def found() -> Reproduction:
     result = reproduce(
         target, drafts, PROMPTS, config=config, on_progress=lambda stage, _done, _total: stages.add(stage)
     )
-    assert stages == {"answers", "walks", "emergence", "decoding"}
+    assert stages == {"answers", "states", "walks", "emergence", "corruption", "decoding"}
     return result
 
 
@@ -53,4 +53,4 @@ def test_everything_is_written_and_opens_without_network(found: Reproduction, tm
         assert (tmp_path / f"{name}.html").is_file()
     assert AcceptanceResult.load(tmp_path).requests == found.acceptance.requests
     assert EmergenceResult.load(tmp_path).grid("dflash").shape == found.emergence.grid("dflash").shape
-    assert (tmp_path / "speed.csv").is_file()
+    assert (tmp_path / "speed.csv").is_file() and (tmp_path / "corruption.csv").is_file()

@@ -7,7 +7,7 @@ halves `answer_prompts` and `accept`, with `tapped` for the states that a draft 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from dspine_probe.decoding.batch import Completion, generate_greedy
-from dspine_probe.decoding.offline import walk
+from dspine_probe.decoding.offline import Answer, walk
 from dspine_probe.drafts import Draft
 from dspine_probe.errors import UsageError
 from dspine_probe.experiments.acceptance import AcceptanceResult, RequestCounts, measure
@@ -107,18 +107,27 @@ def accept(
     max_new_tokens: int,
     batch_size: int = 16,
     seed: int = 0,
+    states: Sequence[Answer] | None = None,
     on_progress: Progress | None = None,
 ) -> AcceptanceResult:
-    """Walk every draft over answers already written (`answer_prompts`); arguments as for `evaluate`."""
+    """Walk every draft over answers already written (`answer_prompts`); arguments as for `evaluate`.
+
+    With `states` (`arena_building.read_states`, with the taps that every draft reads) the target is not run again.
+    """
     if not drafts or not prompts:
         raise UsageError(
             f"evaluation was given {len(drafts)} drafts and {len(prompts)} prompts; give one or more of both"
         )
     report = on_progress or _silent
     found: dict[tuple[str, int], RequestCounts] = {}
+    by_draft: Iterable[tuple[str, Sequence[Answer]]]
     walked = 0
     for part in _batches(answers, batch_size):
-        for name, rows in tapped(target, drafts, [answers[i] for i in part]):
+        if states is None:
+            by_draft = tapped(target, drafts, [answers[i] for i in part])
+        else:
+            by_draft = ((name, [states[i] for i in part]) for name in drafts)
+        for name, rows in by_draft:
             draft = drafts[name]
             for i, rounds in zip(part, walk(draft, rows, batch_size=batch_size), strict=True):
                 stopped, slots = answers[i].finish == "stop", draft.config.num_slots

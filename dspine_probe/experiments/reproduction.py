@@ -1,25 +1,31 @@
-"""The main job: the first finding, acceptance and real decoding of the shipped drafts, from one set of answers.
+"""The main job: the findings, acceptance and real decoding of the shipped drafts, from one set of answers.
 
-The target answers the prompts once; emergence and acceptance read the same answers and states. Nothing is drawn
-here: `dspine_probe.report` turns a `Reproduction` into figures and pages.
+The target answers the prompts once and its states are read once; every experiment uses the same. Corruption and
+injection are measured in their fast forms. Nothing is drawn here: `dspine_probe.report` turns a `Reproduction` into
+figures and pages.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pandas as pd
-import torch
 
-from dspine_probe.decoding.batch import Completion
 from dspine_probe.drafts import Draft
 from dspine_probe.experiments.acceptance import AcceptanceResult
+from dspine_probe.experiments.arena_building import choose_blocks, read_states
+from dspine_probe.experiments.corruption import corruption
+from dspine_probe.experiments.corruption_config import CorruptionConfig
+from dspine_probe.experiments.corruption_result import CorruptionResult
 from dspine_probe.experiments.emergence import EmergenceConfig, emergence
 from dspine_probe.experiments.emergence_result import EmergenceResult
-from dspine_probe.experiments.evaluation import TappedAnswer, accept, answer_prompts, tapped
+from dspine_probe.experiments.evaluation import accept, answer_prompts
+from dspine_probe.experiments.injection_depth import InjectionConfig, injection_depth
+from dspine_probe.experiments.injection_result import InjectionDepthResult
+from dspine_probe.experiments.injection_store import InjectorSet
 from dspine_probe.experiments.speed import PLAIN, SpeedResult, decode_all
 from dspine_probe.prompts import Prompt
 from dspine_probe.target import Target
@@ -36,14 +42,17 @@ class ReproductionConfig:
     batch_size: int = 32
     decoded_prompts: int = 7
     decoded_tokens: int = 64
+    blocks_per_answer: int = 4
     seed: int = 0
 
 
 @dataclass(frozen=True)
 class Reproduction:
-    """What was measured, by experiment, and the seconds it took in all."""
+    """What was measured, by experiment, and the seconds it took in all; no injection where there were no injectors."""
 
     emergence: EmergenceResult
+    corruption: CorruptionResult
+    injection: InjectionDepthResult | None
     acceptance: AcceptanceResult
     speed: SpeedResult
     seconds: float
@@ -51,8 +60,16 @@ class Reproduction:
     def save(self, folder: Path) -> None:
         """Write every experiment's table and record."""
         self.emergence.save(folder)
+        self.corruption.save(folder)
+        if self.injection is not None:
+            self.injection.save(folder)
         self.acceptance.save(folder)
         self.speed.save(folder)
+
+    def findings(self) -> list[str]:
+        """What each experiment says, in its own sentences."""
+        injected = [] if self.injection is None else self.injection.findings()
+        return [*self.emergence.findings(), *self.corruption.findings(), *injected]
 
     def summary(self) -> pd.DataFrame:
         """One row for plain decoding and each draft: AL, tokens per second, speedup, readability after layer 2."""
@@ -75,15 +92,17 @@ def reproduce(
     drafts: Mapping[str, Draft],
     prompts: Sequence[Prompt],
     *,
+    injectors: Mapping[str, InjectorSet] | None = None,
     config: ReproductionConfig | None = None,
     on_progress: Progress | None = None,
 ) -> Reproduction:
-    """Measure emergence, acceptance and real decoding of `drafts` on `prompts`.
+    """Measure emergence, corruption, injection depth, acceptance and real decoding of `drafts` on `prompts`.
 
     Args:
         target: in fp32, so that offline rounds are those of real decoding.
         drafts: by name, all reading the same taps.
-        prompts: held out from the drafts' training.
+        prompts: held out from the drafts' training, two or more of each set.
+        injectors: trained injectors of some of the drafts, by their names.
         config: sizes and seed.
         on_progress: called with (stage, done, total).
     """
@@ -97,6 +116,8 @@ def reproduce(
         batch_size=config.batch_size,
         on_progress=report,
     )
+    taps = next(iter(drafts.values())).config.target_layer_ids
+    states = read_states(target, prompts, answers, taps, batch_size=config.batch_size, on_progress=report)
     acceptance = accept(
         target,
         drafts,
@@ -105,15 +126,41 @@ def reproduce(
         max_new_tokens=config.max_new_tokens,
         batch_size=config.batch_size,
         seed=config.seed,
+        states=states,
         on_progress=report,
     )
     read = emergence(
         drafts,
-        _sequences(target, drafts, answers, config.batch_size),
+        states,
         sets=[prompt.set for prompt in prompts],
         config=EmergenceConfig(train_rows=2048, validation_rows=512, seed=config.seed),
         on_step=lambda _what, done, total: report("emergence", done, total),
     )
+    arena = choose_blocks(
+        states,
+        prompts,
+        slots=next(iter(drafts.values())).config.num_slots,
+        per_answer=config.blocks_per_answer,
+        seed=config.seed,
+        about={"target": target.name, "taps": list(taps), "max_new_tokens": config.max_new_tokens},
+    )
+    corrupted = corruption(
+        drafts,
+        target,
+        arena,
+        config=replace(CorruptionConfig.fast(), seed=config.seed),
+        on_step=lambda _what, done, total: report("corruption", done, total),
+    )
+    injected = None
+    if injectors:
+        injected = injection_depth(
+            {name: drafts[name] for name in injectors},
+            injectors,
+            target,
+            arena,
+            config=InjectionConfig(fast=True, shares=(), seed=config.seed),
+            on_progress=lambda _name, done, total: report("injection", done, total),
+        )
     speed = decode_all(
         target,
         drafts,
@@ -122,19 +169,7 @@ def reproduce(
         seed=config.seed,
         on_progress=report,
     )
-    return Reproduction(read, acceptance, speed, time.perf_counter() - began)
-
-
-def _sequences(
-    target: Target, drafts: Mapping[str, Draft], answers: Sequence[Completion], batch_size: int
-) -> list[TappedAnswer]:
-    """Answers with their states in the order of the prompts, kept in bf16 to halve the memory."""
-    first = dict(list(drafts.items())[:1])
-    rows: list[TappedAnswer] = []
-    for start in range(0, len(answers), batch_size):
-        for _, batch in tapped(target, first, answers[start : start + batch_size]):
-            rows += [TappedAnswer(r.tokens, r.prompt_length, r.taps.to(torch.bfloat16)) for r in batch]
-    return rows
+    return Reproduction(read, corrupted, injected, acceptance, speed, time.perf_counter() - began)
 
 
 def _interval(found: object, digits: int = 2) -> str:
