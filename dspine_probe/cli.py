@@ -9,17 +9,13 @@ import errno
 import json
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from dspine_probe import __version__, cli_experiments, cli_training
+from dspine_probe import __version__, cli_experiments, cli_probe, cli_training
 from dspine_probe.errors import ProbeError, UsageError
-
-if TYPE_CHECKING:
-    pass
-
 
 class _Commands(typer.core.TyperGroup):
     """The command group, with faults turned into sentences and exit statuses."""
@@ -172,6 +168,8 @@ def synthesize(
 
 app.command("evaluate")(cli_experiments.evaluate)
 app.command("reproduce")(cli_experiments.reproduce)
+app.add_typer(cli_probe.app, name="probe")
+app.command("ledger")(cli_probe.ledger)
 app.command("features")(cli_training.features)
 app.command("train")(cli_training.train)
 

@@ -31,11 +31,10 @@ def evaluate(
     from dspine_probe.drafts.checkpoint import load_draft
     from dspine_probe.experiments import evaluation
     from dspine_probe.experiments.console import StageBars, acceptance_table
-    from dspine_probe.prompts import load_prompts
+    from dspine_probe.prompts import load_all_prompts
     from dspine_probe.target import Target
 
-    files = [file for source in prompts or ["lab"] for file in _files(source)]
-    rows = [row for file in files for row in load_prompts(file, limit=limit)]
+    rows = load_all_prompts(prompts or ["lab"], limit=limit)
     answering = Target.load(target, device="cuda" if torch.cuda.is_available() else "cpu")
     drafts = {name: load_draft(name, answering) for name in draft}
     with StageBars(Console(stderr=True)) as bars:
@@ -91,7 +90,3 @@ def reproduce(
         console.print(note, highlight=False)
     typer.echo(f"report: {page}  ({found.seconds:.0f} s)")
 
-
-def _files(source: str) -> list[str | Path]:
-    """A source of prompts, or the JSONL files of a folder."""
-    return [*sorted(Path(source).glob("*.jsonl"))] if Path(source).is_dir() else [source]

@@ -1,10 +1,12 @@
 """Prompts read from JSONL: the shipped set or any file a user names.
 
 One JSON object a line, with `prompt` (a string) or `turns` (a list of strings, of which the first is used), and
-optionally `id` and `set` (or `domain`). Nothing is filtered or reworded here. Entry point: `load_prompts`.
+optionally `id` and `set` (or `domain`). Nothing is filtered or reworded here. Entry points: `load_prompts`, and
+`load_all_prompts` for several files or folders of them.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,6 +59,14 @@ def load_prompts(source: str | Path, *, limit: int | None = None) -> list[Prompt
     if not prompts:
         raise UsageError(f'{path} holds no prompt; write one JSON object a line, such as {{"prompt": "..."}}')
     return prompts
+
+
+def load_all_prompts(sources: Sequence[str | Path], *, limit: int | None = None) -> list[Prompt]:
+    """Prompts of several sources, each as in `load_prompts` or a folder of JSONL files; `limit` holds for each file."""
+    files: list[str | Path] = []
+    for source in sources:
+        files += sorted(Path(source).glob("*.jsonl")) if Path(source).is_dir() else [source]
+    return [prompt for file in files for prompt in load_prompts(file, limit=limit)]
 
 
 def _locate(source: str | Path) -> Path:

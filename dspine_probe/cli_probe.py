@@ -1,0 +1,391 @@
+"""`dspine-probe probe NAME`: one finding a command, with its table, record and figures; `ledger` sums them up.
+
+All commands measure the same kind of arena: held-out prompts, the target's greedy answers to them, and one list of
+anchors. `--arena FOLDER` keeps it, so that the next command need not answer the prompts again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Protocol
+
+import typer
+from rich.console import Console
+
+from dspine_probe.errors import UsageError
+
+if TYPE_CHECKING:
+    from dspine_probe.decoding.engine import Engines
+    from dspine_probe.drafts import Draft
+    from dspine_probe.experiments.arena import Arena
+    from dspine_probe.experiments.console import StageBars
+    from dspine_probe.plots.figure_block import FigureBlock
+    from dspine_probe.target import Target
+
+app = typer.Typer(help="Measure one finding: table, record and figures.", no_args_is_help=True)
+
+TargetName = Annotated[str, typer.Option("--target", help="'embedded', a hub id or a folder.")]
+Drafts = Annotated[
+    list[str],
+    typer.Option("--draft", help="A shipped draft, a checkpoint folder, or NAME=FOLDER; repeat for more."),
+]
+Prompts = Annotated[
+    list[str], typer.Option("--prompts", help="'lab', a JSONL file, or a folder of them; repeat for more.")
+]
+Limit = Annotated[int | None, typer.Option("--limit", min=2, help="Most prompts of each file.")]
+Longest = Annotated[int, typer.Option("--max-new-tokens", min=9, help="Longest answer.")]
+Anchors = Annotated[int, typer.Option("--anchors", min=1, help="Blocks drafted on each answer.")]
+ArenaFolder = Annotated[
+    Path | None,
+    typer.Option("--arena", help="Keep answers and states here, or use those that are here already."),
+]
+Output = Annotated[Path, typer.Option("--output", help="Folder for table, record and figures.")]
+Features = Annotated[
+    list[Path] | None,
+    typer.Option("--features", help="A folder made by `features`: train what is missing on it; repeatable."),
+]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of anchors, stand-ins and bootstrap.")]
+
+
+class Result(Protocol):
+    """What every experiment returns."""
+
+    def save(self, folder: Path) -> None: ...
+
+    def findings(self) -> list[str]: ...
+
+
+@app.command("corruption")
+def corruption_command(
+    draft: Drafts = ["dflash", "dspine"],
+    fine_tuned: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="PARENT=FOLDER: a draft trained with --visible-prefix from that draft (protocol B)."
+        ),
+    ] = None,
+    target: TargetName = "embedded",
+    prompts: Prompts = ["lab"],
+    limit: Limit = None,
+    max_new_tokens: Longest = 96,
+    anchors: Anchors = 8,
+    arena: ArenaFolder = None,
+    output: Output = Path("figures"),
+    fast: Annotated[bool, typer.Option(help="Fewer anchors and kinds of corruption.")] = False,
+    seed: Seed = 0,
+) -> None:
+    """What a wrong predecessor costs its successor, against a wrong token farther back (the paper's −31.8)."""
+    from dataclasses import replace
+
+    from dspine_probe.experiments.corruption import CorruptionConfig, corruption
+    from dspine_probe.plots import corruption as plots
+
+    answering, loaded = _load(target, draft)
+    adapted = {name: _draft(folder, answering) for name, folder in _named(fine_tuned or ()).items()}
+    config = replace(CorruptionConfig.fast() if fast else CorruptionConfig(), seed=seed)
+    with _bars() as bars:
+        field = _arena(answering, loaded, prompts, limit, max_new_tokens, anchors, arena, seed, bars)
+        result = corruption(
+            loaded,
+            answering,
+            field,
+            fine_tuned=adapted,
+            config=config,
+            on_step=lambda _what, done, total: bars.show("corruption", done, total),
+        )
+    blocks = {
+        f"corruption_{plot.__name__}": plot(result) for plot in (plots.places, plots.slots, plots.picks)
+    }
+    if set(result.data["headline_slots"]) - {"A"}:
+        blocks["corruption_protocols"] = plots.protocols(result)
+    _write(result, output, blocks)
+
+
+@app.command("injection-depth")
+def injection_command(
+    injectors: Annotated[
+        Path, typer.Option(help="Folder with one folder of injectors a draft, by the drafts' names.")
+    ],
+    draft: Drafts = ["dflash"],
+    features: Features = None,
+    blocks: Annotated[int, typer.Option(min=1, help="Blocks that each injector is trained on.")] = 15_360,
+    target: TargetName = "embedded",
+    prompts: Prompts = ["lab"],
+    limit: Limit = None,
+    max_new_tokens: Longest = 96,
+    anchors: Anchors = 8,
+    arena: ArenaFolder = None,
+    output: Output = Path("figures"),
+    fast: Annotated[
+        bool, typer.Option(help="Only the injector of each depth, true and wrong codes.")
+    ] = False,
+    seed: Seed = 0,
+) -> None:
+    """What the true predecessor's code is worth, told at each depth of a frozen draft (the paper's +14.8)."""
+    from dspine_probe.experiments.injection_depth import (
+        InjectionConfig,
+        InjectionPlan,
+        InjectorSet,
+        injection_depth,
+        train_injectors,
+    )
+    from dspine_probe.plots import injection_depth as plots
+    from dspine_probe.training.features import FeatureStore
+
+    answering, loaded = _load(target, draft)
+    config = InjectionConfig(fast=fast, seed=seed, shares=() if fast else InjectionConfig().shares)
+    with _bars() as bars:
+        for name, one in loaded.items() if features else ():
+            plan, store = InjectionPlan(blocks=blocks), FeatureStore.open(*features or ())
+            train_injectors(one, answering, store, injectors / name, plan, on_progress=bars.show)
+        sets = {name: InjectorSet.load(injectors / name, one, answering) for name, one in loaded.items()}
+        field = _arena(answering, loaded, prompts, limit, max_new_tokens, anchors, arena, seed, bars)
+        result = injection_depth(loaded, sets, answering, field, config=config, on_progress=bars.show)
+    figures = {"injection_by_depth": plots.by_depth(result)}
+    if config.shares:
+        figures["injection_by_reliability"] = plots.by_reliability(result)
+    _write(result, output, figures)
+
+
+@app.command("supervision")
+def supervision_command(
+    arms: Annotated[Path, typer.Option(help="Folder of trained arms, `<arm>-<seed>`, and their runs.")],
+    features: Features = None,
+    blocks: Annotated[int, typer.Option(min=1, help="Blocks that each arm is trained on.")] = 102_400,
+    lr: Annotated[
+        list[float] | None, typer.Option(help="Peak rate; repeat to choose one for each arm by short runs.")
+    ] = None,
+    variants: Annotated[bool, typer.Option(help="Also the other codes, one seed each.")] = True,
+    worker: Annotated[int, typer.Option(min=0, help="Which of the processes that train this is.")] = 0,
+    workers: Annotated[int, typer.Option(min=1, help="How many processes train; each takes whole arms.")] = 1,
+    target: TargetName = "embedded",
+    prompts: Prompts = ["lab"],
+    limit: Limit = None,
+    max_new_tokens: Longest = 96,
+    anchors: Anchors = 8,
+    arena: ArenaFolder = None,
+    output: Output = Path("figures"),
+    seed: Seed = 0,
+) -> None:
+    """Supervise a DFlash's intermediate layers by nothing, codes or tokens, and compare acceptance."""
+    from dspine_probe.cli_training import bfloat16_target
+    from dspine_probe.experiments import supervision as experiment
+    from dspine_probe.plots import supervision as plots
+    from dspine_probe.training.features import FeatureStore
+    from dspine_probe.training.optimization import TrainConfig
+
+    rates = tuple(lr or [1e-3])
+    chosen = experiment.headline_arms() | (experiment.variant_arms() if variants else {})
+    training = TrainConfig(blocks=blocks, sequences=4, anchors=16, lr=rates[0])
+    plan = experiment.ArmsPlan(chosen, training, rates=rates)
+    if features:
+        store, teacher = FeatureStore.open(*features), bfloat16_target(target)
+        experiment.train_arms(plan, teacher, store, arms, worker=worker, workers=workers)
+    if worker:
+        return  # the first process measures, once the others are done
+    runs = experiment.trained(plan, arms)
+    if not runs:
+        raise UsageError(f"{arms} holds no finished arm; train them by naming --features.")
+    answering = _target(target)
+    first = {"first": _draft(next(iter(next(iter(runs.values())).values())).checkpoint, answering)}
+    with _bars() as bars:
+        field = _arena(answering, first, prompts, limit, max_new_tokens, anchors, arena, seed, bars)
+        tried = experiment.rates_tried(arms, list(plan.arms))
+        result = experiment.supervision(answering, runs, field, rates=tried, on_progress=bars.show)
+    drawn = (plots.arms, plots.curves, plots.cosines, plots.ranks)
+    _write(result, output, {f"supervision_{plot.__name__}": plot(result) for plot in drawn})
+
+
+@app.command("gates")
+def gates_command(
+    draft: Drafts = ["dspine"],
+    target: TargetName = "embedded",
+    prompts: Prompts = ["lab"],
+    limit: Limit = None,
+    max_new_tokens: Longest = 96,
+    anchors: Anchors = 8,
+    arena: ArenaFolder = None,
+    output: Output = Path("figures"),
+    seed: Seed = 0,
+) -> None:
+    """What the gates of a DSpine follow, and what it costs to clamp them."""
+    from dspine_probe.drafts import DSpine
+    from dspine_probe.experiments.gates import GatesConfig, gates
+    from dspine_probe.plots import gates as plots
+
+    answering, loaded = _load(target, draft)
+    gated = {name: one for name, one in loaded.items() if isinstance(one, DSpine)}
+    without = [name for name in loaded if name not in gated]
+    if without:
+        raise UsageError(f"the draft {without[0]!r} has no gates; name drafts of the kind dspine.")
+    with _bars() as bars:
+        field = _arena(answering, loaded, prompts, limit, max_new_tokens, anchors, arena, seed, bars)
+        assert answering.tokenizer is not None
+        config = GatesConfig(seed=seed)
+        result = gates(gated, field, answering.tokenizer, config=config, on_progress=bars.show)
+    drawn = (plots.heatmaps, plots.followed, plots.clamped)
+    _write(result, output, {f"gates_{plot.__name__}": plot(result) for plot in drawn})
+
+
+@app.command("linear")
+def linear_command(
+    draft: Drafts = ["dflash", "dspine"],
+    target: TargetName = "embedded",
+    prompts: Prompts = ["lab"],
+    limit: Limit = None,
+    max_new_tokens: Longest = 96,
+    anchors: Anchors = 8,
+    arena: ArenaFolder = None,
+    output: Output = Path("figures"),
+    seed: Seed = 0,
+) -> None:
+    """What linear probes read at every depth, beside control tasks and an untrained draft."""
+    from dspine_probe.experiments.probing import ProbingConfig, probing
+    from dspine_probe.plots import probing as plots
+
+    answering, loaded = _load(target, draft)
+    with _bars() as bars:
+        field = _arena(answering, loaded, prompts, limit, max_new_tokens, anchors, arena, seed, bars)
+        result = probing(loaded, field, config=ProbingConfig(seed=seed), on_progress=bars.show)
+    _write(result, output, {f"probing_{name}": plots.curves(result, name) for name in loaded})
+
+
+@app.command("speed")
+def speed_command(
+    draft: Drafts = ["dflash", "dspine"],
+    target: TargetName = "embedded",
+    prompts: Prompts = ["lab"],
+    limit: Limit = 32,
+    max_new_tokens: Longest = 128,
+    rows: Annotated[list[int], typer.Option(min=1, help="Prompts decoded at once; repeat.")] = [1, 4, 16],
+    temperature: Annotated[list[float], typer.Option(help="0 is greedy; repeat.")] = [0.0, 1.0],
+    engine: Annotated[str, typer.Option(help="'fast' (CPU, packed weights) or 'reference'.")] = "fast",
+    output: Output = Path("figures"),
+    seed: Seed = 0,
+) -> None:
+    """From acceptance to tokens per second: every draft and plain decoding, predicted and measured."""
+    from dspine_probe.experiments.bench import BenchConfig, bench
+    from dspine_probe.plots import speed as plots
+    from dspine_probe.prompts import load_all_prompts
+    from dspine_probe.sampling import Sampling
+
+    answering, loaded = _load(target, draft)
+    samplings = tuple(Sampling(one) for one in temperature)
+    config = BenchConfig(max_new_tokens, samplings, tuple(rows), seed=seed)
+    asked = load_all_prompts(prompts, limit=limit)
+    with _bars() as bars:
+        result = bench(
+            answering, loaded, asked, config=config, engines=_engines(engine), on_progress=bars.show
+        )
+    figures = {
+        "speed_time_per_token": plots.time_per_token(result),
+        "speed_by_set": plots.speedup_by_set(result),
+    }
+    if len(rows) > 1:
+        figures["speed_by_rows"] = plots.speedup_by_rows(result)
+    _write(result, output, figures)
+
+
+def ledger(
+    results: Annotated[Path, typer.Argument(help="Folder with saved results.")] = Path("data/results"),
+    output: Annotated[Path, typer.Option(help="The ledger to write.")] = Path("docs/claims.md"),
+) -> None:
+    """Write the claims ledger from saved results: the paper's numbers beside ours, with every control."""
+    from dspine_probe.experiments.ledger import write_ledger
+
+    filed = write_ledger(results, output)
+    typer.echo(f"{len(filed)} measured claims in {output}")
+
+
+# ---- what the commands share
+
+
+def _load(target: str, drafts: Sequence[str]) -> tuple[Target, dict[str, Draft]]:
+    answering = _target(target)
+    return answering, {name: _draft(folder, answering) for name, folder in _named(drafts).items()}
+
+
+def _target(name: str) -> Target:
+    import torch
+
+    from dspine_probe.target import Target
+
+    return Target.load(name, device="cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _draft(folder: str | Path, target: Target) -> Draft:
+    from dspine_probe.drafts.checkpoint import load_draft
+
+    return load_draft(folder, target)
+
+
+def _engines(name: str) -> Engines:
+    from dspine_probe.decoding.fast_cpu import FastCpu
+    from dspine_probe.decoding.reference import REFERENCE
+
+    if name not in ("fast", "reference"):
+        raise UsageError(f"--engine {name!r} is unknown; use 'fast' or 'reference'.")
+    return FastCpu() if name == "fast" else REFERENCE
+
+
+def _named(given: Sequence[str]) -> dict[str, str]:
+    """`NAME=FOLDER` as pairs; a folder alone goes by its last part."""
+    pairs = [text.split("=", 1) if "=" in text else [Path(text).name, text] for text in given]
+    names = [name for name, _ in pairs]
+    if len(set(names)) < len(names):
+        raise UsageError(f"drafts are named {', '.join(names)}; tell them apart as NAME=FOLDER.")
+    return {name: folder for name, folder in pairs}
+
+
+def _arena(
+    target: Target,
+    drafts: Mapping[str, Draft],
+    sources: Sequence[str],
+    limit: int | None,
+    max_new_tokens: int,
+    anchors: int,
+    folder: Path | None,
+    seed: int,
+    bars: StageBars,
+) -> Arena:
+    """The arena kept in `folder`, or a new one from the prompts, kept there."""
+    from dspine_probe.experiments.arena import Arena
+    from dspine_probe.experiments.arena_building import build_arena
+    from dspine_probe.prompts import load_all_prompts
+
+    config = next(iter(drafts.values())).config
+    if folder is not None and Arena.is_in(folder):
+        return Arena.load(folder)
+    built = build_arena(
+        target,
+        load_all_prompts(sources, limit=limit),
+        taps=config.target_layer_ids,
+        slots=config.num_slots,
+        per_answer=anchors,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        on_progress=bars.show,
+    )
+    if folder is not None:
+        built.save(folder)
+    return built
+
+
+def _bars() -> StageBars:
+    from dspine_probe.experiments.console import StageBars
+
+    return StageBars(Console(stderr=True))
+
+
+def _write(result: Result, output: Path, blocks: Mapping[str, FigureBlock]) -> None:
+    """Save the table and the figures, and print what they say."""
+    from dspine_probe.plots.figure_block import write_figure
+
+    result.save(output)
+    notes = [write_figure(output / name, block) for name, block in blocks.items()]
+    for sentence in result.findings():
+        Console(highlight=False).print(f"- {sentence}")
+    for note in sorted({note for note in notes if note}):
+        Console(stderr=True, highlight=False).print(note)
+    typer.echo(f"table, record and {len(blocks)} figures in {output}")
