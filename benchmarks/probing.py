@@ -28,6 +28,7 @@ from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_f
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dspine_probe.drafts import Draft, DSpine
+from dspine_probe.experiments.emergence.readings import residual_names
 from dspine_probe.experiments.patching import (
     Blocks,
     Site,
@@ -36,7 +37,6 @@ from dspine_probe.experiments.patching import (
     sweep,
     sweep_one_by_one,
 )
-from dspine_probe.experiments.readings import residual_names
 from dspine_probe.hooks import HookedDraft
 from dspine_probe.target import Target
 

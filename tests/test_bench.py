@@ -12,9 +12,9 @@ from dspine_probe.config import DSPINE
 from dspine_probe.decoding.clock import Timing
 from dspine_probe.decoding.reference import REFERENCE
 from dspine_probe.errors import UsageError
-from dspine_probe.experiments.bench import BenchConfig, bench
-from dspine_probe.experiments.bench_result import ALL, PARTS, BatchRun, BenchResult
-from dspine_probe.experiments.costs import PassCosts, pass_costs
+from dspine_probe.experiments.bench.costs import PassCosts, pass_costs
+from dspine_probe.experiments.bench.measure import BenchConfig, bench
+from dspine_probe.experiments.bench.result import ALL, PARTS, BatchRun, BenchResult
 from dspine_probe.plots import speed
 from dspine_probe.prompts import Prompt
 from dspine_probe.sampling import GREEDY, Sampling

@@ -13,19 +13,19 @@ from dspine_probe.drafts import DFlash
 from dspine_probe.drafts.dspine import TruePredecessors
 from dspine_probe.errors import ProbeError, UsageError
 from dspine_probe.experiments.contrast import Draws
-from dspine_probe.experiments.corruption import corruption
-from dspine_probe.experiments.corruption_bench import Bench, as_long_as, hide
-from dspine_probe.experiments.corruption_blocks import OWN, Reach, prepare
-from dspine_probe.experiments.corruption_config import CorruptionConfig
-from dspine_probe.experiments.corruption_protocols import (
+from dspine_probe.experiments.corruption.bench import Bench, as_long_as, hide
+from dspine_probe.experiments.corruption.blocks import OWN, Reach, prepare
+from dspine_probe.experiments.corruption.config import CorruptionConfig
+from dspine_probe.experiments.corruption.measure import corruption
+from dspine_probe.experiments.corruption.protocols import (
     AnchorProtocol,
     MessageProtocol,
     PrefixProtocol,
 )
-from dspine_probe.experiments.corruption_result import CorruptionResult
-from dspine_probe.experiments.corruption_scores import FIELDS, Key, Sheets
-from dspine_probe.experiments.corruption_table import Tabulator
-from dspine_probe.experiments.substitutes import KINDS, RANK_2, ZERO, FrequencyBands, substitutes
+from dspine_probe.experiments.corruption.result import CorruptionResult
+from dspine_probe.experiments.corruption.scores import FIELDS, Key, Sheets
+from dspine_probe.experiments.corruption.substitutes import KINDS, RANK_2, ZERO, FrequencyBands, substitutes
+from dspine_probe.experiments.corruption.table import Tabulator
 from dspine_probe.hooks import HookedDraft
 from dspine_probe.plots import corruption as plots
 

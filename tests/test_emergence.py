@@ -12,12 +12,12 @@ from torch.nn import functional
 
 from dspine_probe.config import DFLASH, DSPINE
 from dspine_probe.errors import ProbeError, UsageError
-from dspine_probe.experiments import controls, readers
-from dspine_probe.experiments.emergence import EmergenceConfig, emergence
-from dspine_probe.experiments.emergence_result import EmergenceResult, Measured, _trend, tabulate
-from dspine_probe.experiments.probes import LinearProbeConfig, linear_probes
-from dspine_probe.experiments.readers import TranslatorConfig
-from dspine_probe.experiments.readings import Readings, choose_windows, read_draft, residual_names
+from dspine_probe.experiments.emergence import controls, readers
+from dspine_probe.experiments.emergence.measure import EmergenceConfig, emergence
+from dspine_probe.experiments.emergence.probes import LinearProbeConfig, linear_probes
+from dspine_probe.experiments.emergence.readers import TranslatorConfig
+from dspine_probe.experiments.emergence.readings import Readings, choose_windows, read_draft, residual_names
+from dspine_probe.experiments.emergence.result import EmergenceResult, Measured, _trend, tabulate
 from dspine_probe.experiments.splits import split_prompts
 from dspine_probe.hooks import HookedDraft
 

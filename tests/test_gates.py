@@ -11,12 +11,12 @@ from toy import BLOCK, D_MODEL, LAYERS, TAPS, seeded, toy_draft, toy_sequence
 from dspine_probe.errors import UsageError
 from dspine_probe.experiments.arena import Arena
 from dspine_probe.experiments.contrast import Draws
-from dspine_probe.experiments.gate_clamps import ALL, LAST_WRITE, clamps, under_clamp
-from dspine_probe.experiments.gate_readings import contexts, read_gates
-from dspine_probe.experiments.gates import GatesConfig, gates
-from dspine_probe.experiments.gates_result import GatesResult
-from dspine_probe.experiments.gates_table import correlation
-from dspine_probe.experiments.token_kinds import KINDS, kinds_of
+from dspine_probe.experiments.gates.clamps import ALL, LAST_WRITE, clamps, under_clamp
+from dspine_probe.experiments.gates.measure import GatesConfig, gates
+from dspine_probe.experiments.gates.readings import contexts, read_gates
+from dspine_probe.experiments.gates.result import GatesResult
+from dspine_probe.experiments.gates.table import correlation
+from dspine_probe.experiments.gates.token_kinds import KINDS, kinds_of
 from dspine_probe.hooks import HookedDraft
 from dspine_probe.plots.gates import clamped, followed, heatmaps
 

@@ -6,7 +6,7 @@ from tiny import tiny_draft, tiny_target
 
 from dspine_probe.config import DFLASH, DSPINE
 from dspine_probe.errors import UsageError
-from dspine_probe.experiments.injection_arms import (
+from dspine_probe.experiments.injection_depth.arms import (
     ALL,
     GROUPS,
     LEAK,
@@ -16,8 +16,15 @@ from dspine_probe.experiments.injection_arms import (
     build,
     contrasted,
 )
-from dspine_probe.experiments.injection_pass import BlockPass, every_slot, one_slot, refuse_leak
-from dspine_probe.experiments.injectors import NOISE, RANDOM, TRANSFER, CodeInjector, Codes, ExtraMLP
+from dspine_probe.experiments.injection_depth.block_pass import BlockPass, every_slot, one_slot, refuse_leak
+from dspine_probe.experiments.injection_depth.injectors import (
+    NOISE,
+    RANDOM,
+    TRANSFER,
+    CodeInjector,
+    Codes,
+    ExtraMLP,
+)
 from dspine_probe.training.anchors import Batch
 
 RANK, MESSAGE = 8, 6

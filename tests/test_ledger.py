@@ -11,7 +11,7 @@ from dspine_probe.config import DFLASH, DSPINE
 from dspine_probe.errors import ProbeError, UsageError
 from dspine_probe.experiments.acceptance import AcceptanceResult, RequestCounts
 from dspine_probe.experiments.claim import PUBLISHED, Claim, Control
-from dspine_probe.experiments.emergence_result import EmergenceResult
+from dspine_probe.experiments.emergence.result import EmergenceResult
 from dspine_probe.experiments.ledger import READERS, Filed, collect, render, write_ledger
 
 

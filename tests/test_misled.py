@@ -9,7 +9,7 @@ from tiny import VOCAB, Scripted, prompts, scripted, tiny_draft, tiny_target
 from dspine_probe.config import DFLASH, DSPINE
 from dspine_probe.decoding.generate import generate
 from dspine_probe.decoding.offline import walk
-from dspine_probe.experiments.misled import rounds_needed
+from dspine_probe.experiments.corruption.misled import rounds_needed
 
 NEW = 24
 

@@ -11,16 +11,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from dspine_probe.errors import ProbeError, UsageError
 from dspine_probe.experiments.arena import Arena
-from dspine_probe.experiments.linear_probe import (
+from dspine_probe.experiments.probing.linear_probe import (
     ProbeConfig,
     control_labels,
     fit_probe,
     online_bits,
     split_groups,
 )
-from dspine_probe.experiments.probing import ProbingConfig, probing
-from dspine_probe.experiments.probing_result import ProbingResult
-from dspine_probe.experiments.probing_rows import (
+from dspine_probe.experiments.probing.measure import ProbingConfig, probing
+from dspine_probe.experiments.probing.result import ProbingResult
+from dspine_probe.experiments.probing.rows import (
     ACCEPTED,
     OWN,
     PREDECESSOR,

@@ -10,7 +10,7 @@ from tiny import tiny_draft, tiny_target
 from dspine_probe import report
 from dspine_probe.config import DFLASH, DSPINE
 from dspine_probe.experiments.acceptance import AcceptanceResult
-from dspine_probe.experiments.emergence_result import EmergenceResult
+from dspine_probe.experiments.emergence.result import EmergenceResult
 from dspine_probe.experiments.reproduction import Reproduction, ReproductionConfig, reproduce
 from dspine_probe.prompts import Prompt
 

@@ -10,9 +10,9 @@ from tiny import prompts, tiny_draft, tiny_target
 from dspine_probe.config import DFLASH
 from dspine_probe.drafts import Context
 from dspine_probe.errors import UsageError
-from dspine_probe.experiments.block_context import encode_rows, per_block, rows_of, swapped
-from dspine_probe.experiments.rerun import Edit, rerun
-from dspine_probe.experiments.substitutes import (
+from dspine_probe.experiments.corruption.block_context import encode_rows, per_block, rows_of, swapped
+from dspine_probe.experiments.corruption.rerun import Edit, rerun
+from dspine_probe.experiments.corruption.substitutes import (
     FREQUENCY,
     MASK,
     NOTHING,

@@ -19,11 +19,11 @@ from toy import seeded
 from dspine_probe.decoding.offline import walk
 from dspine_probe.drafts.checkpoint import load_draft
 from dspine_probe.errors import UsageError
-from dspine_probe.experiments import supervision_arms, supervision_readings
 from dspine_probe.experiments.acceptance import MEAN, AcceptanceResult, measure
 from dspine_probe.experiments.arena import Arena
-from dspine_probe.experiments.supervision import SupervisionConfig, supervision
-from dspine_probe.experiments.supervision_arms import (
+from dspine_probe.experiments.supervision import arms as arms_module
+from dspine_probe.experiments.supervision import readings as readings_module
+from dspine_probe.experiments.supervision.arms import (
     Arm,
     ArmRun,
     ArmsPlan,
@@ -33,9 +33,10 @@ from dspine_probe.experiments.supervision_arms import (
     trained,
     variant_arms,
 )
-from dspine_probe.experiments.supervision_readings import FITTED, FIXED, OWN, SHUFFLED, effective_rank
-from dspine_probe.experiments.supervision_result import LOWERS, RAISES, UNDECIDED, SupervisionResult
-from dspine_probe.experiments.supervision_table import ALL, OVER_SEEDS
+from dspine_probe.experiments.supervision.measure import SupervisionConfig, supervision
+from dspine_probe.experiments.supervision.readings import FITTED, FIXED, OWN, SHUFFLED, effective_rank
+from dspine_probe.experiments.supervision.result import LOWERS, RAISES, UNDECIDED, SupervisionResult
+from dspine_probe.experiments.supervision.table import ALL, OVER_SEEDS
 from dspine_probe.plots import supervision as plots
 from dspine_probe.target import Target
 from dspine_probe.training.intermediate import Supervision, load_readouts
@@ -162,11 +163,11 @@ def test_a_fitted_readout_finds_what_is_there_and_nothing_that_is_not() -> None:
     codes = F.normalize(torch.randn(400, 4, 6, generator=g) + 2, dim=-1)
     prompt = torch.arange(400) // 4
     hidden = (codes - codes.mean((0, 1))) @ torch.randn(6, 12, generator=g)
-    found = supervision_readings._fitted(hidden, codes, prompt)
+    found = readings_module._fitted(hidden, codes, prompt)
     assert found.cosine(codes).mean() > 0.9
     assert found.cosine(codes.roll(37, 0)).mean().abs() < 0.1, "the common direction of codes earns nothing"
     noise = torch.randn(400, 4, 12, generator=g)
-    assert supervision_readings._fitted(noise, codes, prompt).cosine(codes).mean().abs() < 0.1
+    assert readings_module._fitted(noise, codes, prompt).cosine(codes).mean().abs() < 0.1
 
 
 def test_a_fitted_readout_never_sees_the_prompts_it_reads() -> None:
@@ -174,9 +175,9 @@ def test_a_fitted_readout_never_sees_the_prompts_it_reads() -> None:
     g = seeded(6)
     hidden, codes = torch.randn(40, 4, 12, generator=g), torch.randn(40, 4, 6, generator=g)
     prompt = torch.arange(40) // 2
-    before = supervision_readings._fitted(hidden, codes, prompt).read
+    before = readings_module._fitted(hidden, codes, prompt).read
     moved = torch.where((prompt % 2 == 0)[:, None, None], -codes, codes)
-    after = supervision_readings._fitted(hidden, moved, prompt).read
+    after = readings_module._fitted(hidden, moved, prompt).read
     assert torch.equal(before[prompt % 2 == 0], after[prompt % 2 == 0])
     assert not torch.equal(before[prompt % 2 == 1], after[prompt % 2 == 1])
 
@@ -215,7 +216,7 @@ def test_a_rerun_trains_nothing_and_workers_share_the_arms(
 ) -> None:
     target, _, folder = place
     store, begun = tiny_store(), []
-    monkeypatch.setattr(supervision_arms, "train_draft", lambda *a, **k: begun.append(a[4].name))
+    monkeypatch.setattr(arms_module, "train_draft", lambda *a, **k: begun.append(a[4].name))
     train_arms(PLAN, target, store, folder)
     assert begun == []
     for worker in (0, 1):
@@ -243,9 +244,9 @@ def test_the_learning_rate_is_chosen_once_for_each_arm(
     def found(draft, *_):  # type: ignore[no-untyped-def]
         return Validation(2.0 + ("0.002" in draft), (), 0)
 
-    monkeypatch.setattr(supervision_arms, "train_draft", fake)
-    monkeypatch.setattr(supervision_arms, "load_draft", lambda folder, *_: folder.name)
-    monkeypatch.setattr(supervision_arms, "validate", found)
+    monkeypatch.setattr(arms_module, "train_draft", fake)
+    monkeypatch.setattr(arms_module, "load_draft", lambda folder, *_: folder.name)
+    monkeypatch.setattr(arms_module, "validate", found)
     arms = {"none": Arm(Supervision(), (7,)), "cosine": Arm(Supervision("cosine"), (7,), lr=0.5)}
     plan = dataclasses.replace(PLAN, arms=arms, rates=(1e-3, 2e-3), tuning_blocks=60)
     train_arms(plan, target, store, tmp_path)

@@ -13,15 +13,13 @@ from pathlib import Path
 from typing import Protocol
 
 from dspine_probe.errors import ProbeError, UsageError
-from dspine_probe.experiments import (
-    acceptance,
-    bench_result,
-    corruption_result,
-    emergence_result,
-    injection_result,
-    supervision_result,
-)
+from dspine_probe.experiments import acceptance
+from dspine_probe.experiments.bench import result as bench
 from dspine_probe.experiments.claim import PUBLISHED, Claim, Control, Published
+from dspine_probe.experiments.corruption import result as corruption
+from dspine_probe.experiments.emergence import result as emergence
+from dspine_probe.experiments.injection_depth import result as injection_depth
+from dspine_probe.experiments.supervision import result as supervision
 from dspine_probe.files import write_atomically
 
 COMMAND = "dspine-probe ledger"
@@ -51,12 +49,12 @@ class Reader(Protocol):
 
 
 READERS: Mapping[str, Reader] = {
-    emergence_result.NAME: emergence_result.EmergenceResult,
-    corruption_result.NAME: corruption_result.CorruptionResult,
-    injection_result.NAME: injection_result.InjectionDepthResult,
-    supervision_result.NAME: supervision_result.SupervisionResult,
+    emergence.NAME: emergence.EmergenceResult,
+    corruption.NAME: corruption.CorruptionResult,
+    injection_depth.NAME: injection_depth.InjectionDepthResult,
+    supervision.NAME: supervision.SupervisionResult,
     acceptance.NAME: acceptance.AcceptanceResult,
-    bench_result.NAME: bench_result.BenchResult,
+    bench.NAME: bench.BenchResult,
 }
 """By the file name under which results are saved."""
 

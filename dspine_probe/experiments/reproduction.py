@@ -17,15 +17,15 @@ import pandas as pd
 from dspine_probe.drafts import Draft
 from dspine_probe.experiments.acceptance import AcceptanceResult
 from dspine_probe.experiments.arena_building import choose_blocks, read_states
-from dspine_probe.experiments.corruption import corruption
-from dspine_probe.experiments.corruption_config import CorruptionConfig
-from dspine_probe.experiments.corruption_result import CorruptionResult
-from dspine_probe.experiments.emergence import EmergenceConfig, emergence
-from dspine_probe.experiments.emergence_result import EmergenceResult
+from dspine_probe.experiments.corruption.config import CorruptionConfig
+from dspine_probe.experiments.corruption.measure import corruption
+from dspine_probe.experiments.corruption.result import CorruptionResult
+from dspine_probe.experiments.emergence.measure import EmergenceConfig, emergence
+from dspine_probe.experiments.emergence.result import EmergenceResult
 from dspine_probe.experiments.evaluation import accept, answer_prompts
-from dspine_probe.experiments.injection_depth import InjectionConfig, injection_depth
-from dspine_probe.experiments.injection_result import InjectionDepthResult
-from dspine_probe.experiments.injection_store import InjectorSet
+from dspine_probe.experiments.injection_depth.measure import InjectionConfig, injection_depth
+from dspine_probe.experiments.injection_depth.result import InjectionDepthResult
+from dspine_probe.experiments.injection_depth.store import InjectorSet
 from dspine_probe.experiments.speed import PLAIN, SpeedResult, decode_all
 from dspine_probe.prompts import Prompt
 from dspine_probe.target import Target

@@ -8,10 +8,10 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from dspine_probe.experiments.corruption_protocols import ROW, TOKEN, A
-from dspine_probe.experiments.corruption_result import PAPER_POINTS, CorruptionResult
-from dspine_probe.experiments.corruption_table import ALL, MINUS, PREDECESSOR
-from dspine_probe.experiments.substitutes import RANK_2
+from dspine_probe.experiments.corruption.protocols import ROW, TOKEN, A
+from dspine_probe.experiments.corruption.result import PAPER_POINTS, CorruptionResult
+from dspine_probe.experiments.corruption.substitutes import RANK_2
+from dspine_probe.experiments.corruption.table import ALL, MINUS, PREDECESSOR
 from dspine_probe.plots.figure_block import FigureBlock
 from dspine_probe.plots.style import CATEGORICAL, interval_bars, layout, look, numbers
 

@@ -6,7 +6,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from dspine_probe.experiments.emergence_result import EmergenceResult
+from dspine_probe.experiments.emergence.result import EmergenceResult
 from dspine_probe.plots.figure_block import FigureBlock
 from dspine_probe.plots.style import SEQUENTIAL, interval_bars, layout, look, numbers
 

@@ -6,7 +6,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from dspine_probe.experiments.gates_result import GatesResult
+from dspine_probe.experiments.gates.result import GatesResult
 from dspine_probe.plots.figure_block import FigureBlock
 from dspine_probe.plots.style import SEQUENTIAL, interval_bars, layout, look, numbers
 

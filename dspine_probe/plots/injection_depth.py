@@ -8,9 +8,9 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from dspine_probe.experiments.injection_arms import ALL, BLOCKS, MARKOV, MLP
-from dspine_probe.experiments.injection_result import InjectionDepthResult
-from dspine_probe.experiments.injection_table import CONTRAST, FLOOR, RANK_2, TOP1, TRUE, family
+from dspine_probe.experiments.injection_depth.arms import ALL, BLOCKS, MARKOV, MLP
+from dspine_probe.experiments.injection_depth.result import InjectionDepthResult
+from dspine_probe.experiments.injection_depth.table import CONTRAST, FLOOR, RANK_2, TOP1, TRUE, family
 from dspine_probe.plots.figure_block import FigureBlock
 from dspine_probe.plots.style import INK, interval_bars, layout, look, numbers
 

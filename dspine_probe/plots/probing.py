@@ -6,8 +6,8 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from dspine_probe.experiments.probing_result import ProbingResult
-from dspine_probe.experiments.probing_table import (
+from dspine_probe.experiments.probing.result import ProbingResult
+from dspine_probe.experiments.probing.table import (
     ACCURACY,
     COMMONEST,
     CONTROL,

@@ -10,7 +10,7 @@ import pandas as pd
 from plotly.subplots import make_subplots
 
 from dspine_probe.errors import UsageError
-from dspine_probe.experiments.bench_result import ALL, PARTS, PLAIN, BenchResult, spoken
+from dspine_probe.experiments.bench.result import ALL, PARTS, PLAIN, BenchResult, spoken
 from dspine_probe.experiments.speed import SpeedResult
 from dspine_probe.plots.figure_block import FigureBlock
 from dspine_probe.plots.style import CATEGORICAL, DASHES, MARKERS, interval_bars, layout, numbers

@@ -7,9 +7,9 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from dspine_probe.experiments.acceptance import MEAN
-from dspine_probe.experiments.supervision_readings import FITTED, FIXED, OWN, SHUFFLED
-from dspine_probe.experiments.supervision_result import SupervisionResult
-from dspine_probe.experiments.supervision_table import ALL, BASE, COLUMNS
+from dspine_probe.experiments.supervision.readings import FITTED, FIXED, OWN, SHUFFLED
+from dspine_probe.experiments.supervision.result import SupervisionResult
+from dspine_probe.experiments.supervision.table import ALL, BASE, COLUMNS
 from dspine_probe.plots.figure_block import FigureBlock
 from dspine_probe.plots.style import interval_bars, layout, look, numbers
 

@@ -1,0 +1,142 @@
+"""What is probed: states of every slot at every depth, and what they are asked for.
+
+Depth 0 is the block embedding, depth l the residual stream after layer l and its injection, unnormed, in fp32. Targets
+are tokens of the target's own answer around the slot (its own, its predecessor, its successor), the slot's index, and
+whether the slot's drafted token would be accepted. Token targets are asked among the classes commonest in the training
+prompts; rows with another label are left out, and how many is on record. Entry points: `read_rows`, `question`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from dspine_probe.drafts import Draft
+from dspine_probe.errors import UsageError
+from dspine_probe.experiments.arena import Arena
+from dspine_probe.experiments.emergence.readings import residual_names
+from dspine_probe.hooks import HookedDraft
+
+OWN, PREDECESSOR, SUCCESSOR, SLOT, ACCEPTED = (
+    "own token",
+    "predecessor",
+    "successor",
+    "slot index",
+    "accepted",
+)
+TARGETS = (OWN, PREDECESSOR, SUCCESSOR, SLOT, ACCEPTED)
+UNASKED = -1
+
+
+@dataclass(frozen=True)
+class ProbeRows:
+    """States and answers of all slots 1…T of an arena's real blocks, in its order.
+
+    tokens: from the anchor to the successor of slot T; −1 behind the end of the answer.
+    accepted: whether the slot's drafted token and all before it are right.
+    """
+
+    states: Float[Tensor, "depth block draft_slot d_model"]
+    tokens: Int[Tensor, "block slot_and_next"]
+    accepted: Bool[Tensor, "block draft_slot"]
+
+    @property
+    def anchors(self) -> Int[Tensor, "block draft_slot"]:
+        """The anchor's token, what the draft was given, at every slot: the token type of control tasks."""
+        return self.tokens[:, :1].expand(-1, self.states.shape[2])
+
+
+@dataclass(frozen=True)
+class Question:
+    """A class for every row, −1 where a row is not asked; `coverage` is the share of rows that are."""
+
+    classes: Int[Tensor, "block draft_slot"]
+    count: int
+    coverage: float
+
+
+@torch.no_grad()
+def read_rows(
+    draft: Draft,
+    arena: Arena,
+    *,
+    answers_per_batch: int = 8,
+    on_batch: Callable[[int, int], None] | None = None,
+) -> ProbeRows:
+    """Run the draft once over the arena and keep every slot's state at every depth.
+
+    Raises:
+        UsageError: the arena was built for other taps or another number of slots.
+    """
+    _refuse_misfit(draft, arena)
+    weight, states, accepted = draft.fc.weight, [], []
+    with HookedDraft(draft) as hooked:
+        names = residual_names(hooked)
+        for raw in arena.batches(answers_per_batch=answers_per_batch):
+            batch = raw.to(weight.device)
+            context = draft.encode_context(batch.taps.to(weight.dtype))
+            cache, caching, _ = hooked.get_caching_hooks(names)
+            with hooked.hooks(caching):
+                drafted = draft.draft_greedy(context, batch.anchor_tokens, batch.anchors)
+            real = batch.real.flatten()
+            right = (drafted == batch.tokens[:, 1:]).long().cumprod(dim=1).bool()
+            states.append(torch.stack([cache[name][real, 1:].float().cpu() for name in names]))
+            accepted.append(right[real].cpu())
+            if on_batch is not None:
+                on_batch(sum(map(len, accepted)), len(arena.prompt))
+    return ProbeRows(torch.cat(states, dim=1), _tokens(arena), torch.cat(accepted))
+
+
+def question(target: str, rows: ProbeRows, train: Bool[Tensor, "block"], most: int) -> Question:
+    """What the rows are asked for.
+
+    Args:
+        target: one of `TARGETS`.
+        train: blocks of training prompts; token classes are the `most` commonest tokens there.
+
+    Raises:
+        UsageError: the target is unknown.
+    """
+    slots = rows.states.shape[2]
+    if target == SLOT:
+        index = torch.arange(slots).expand(len(rows.tokens), -1)
+        return Question(index, slots, 1.0)
+    if target == ACCEPTED:
+        return Question(rows.accepted.long(), 2, 1.0)
+    if target not in TARGETS:
+        raise UsageError(f"there is no probing target {target!r}; choose from {', '.join(TARGETS)}.")
+    first = {PREDECESSOR: 0, OWN: 1, SUCCESSOR: 2}[target]
+    tokens = rows.tokens[:, first : first + slots]
+    seen = tokens[train]
+    kinds, counts = seen[seen >= 0].unique(return_counts=True)
+    common = kinds[counts.argsort(descending=True, stable=True)[:most]].sort().values
+    found = torch.searchsorted(common, tokens.clamp(max=int(common[-1])))
+    asked = torch.where(common[found] == tokens, found, UNASKED)
+    return Question(asked, len(common), float((asked != UNASKED).double().mean()))
+
+
+def _tokens(arena: Arena) -> Int[Tensor, "block slot_and_next"]:
+    """Tokens from each anchor to the successor of its last slot; −1 behind an answer's end."""
+    ahead, found = torch.arange(arena.slots + 2), []
+    for index in arena.order:
+        place = arena.anchors[index][:, None] + ahead
+        tokens = arena.answers[index].tokens.long()
+        found.append(torch.where(place < len(tokens), tokens[place.clamp(max=len(tokens) - 1)], UNASKED))
+    return torch.cat(found)
+
+
+def _refuse_misfit(draft: Draft, arena: Arena) -> None:
+    given, read = arena.answers[0].taps.shape[-1], draft.fc.in_features
+    if given != read:
+        raise UsageError(
+            f"the arena holds {given} tap values a token and the draft reads {read}; build it with the taps "
+            f"{list(draft.config.target_layer_ids)}."
+        )
+    if draft.config.num_slots != arena.slots:
+        raise UsageError(
+            f"the draft has {draft.config.num_slots} slots and the arena {arena.slots}; build an arena for it."
+        )

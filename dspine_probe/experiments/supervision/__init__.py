@@ -1,0 +1,28 @@
+"""What supervising intermediate layers does. Entry points: `train_arms`, `supervision`."""
+
+from dspine_probe.experiments.supervision.arms import (
+    Arm,
+    ArmRun,
+    ArmsPlan,
+    headline_arms,
+    rates_tried,
+    train_arms,
+    trained,
+    variant_arms,
+)
+from dspine_probe.experiments.supervision.measure import SupervisionConfig, supervision
+from dspine_probe.experiments.supervision.result import SupervisionResult
+
+__all__ = [
+    "Arm",
+    "ArmRun",
+    "ArmsPlan",
+    "SupervisionConfig",
+    "SupervisionResult",
+    "headline_arms",
+    "rates_tried",
+    "supervision",
+    "train_arms",
+    "trained",
+    "variant_arms",
+]
