@@ -17,6 +17,7 @@ from rich.console import Console
 from dspine_probe import __version__, cli_experiments, cli_probe, cli_training
 from dspine_probe.errors import ProbeError, UsageError
 
+
 class _Commands(typer.core.TyperGroup):
     """The command group, with faults turned into sentences and exit statuses."""
 

@@ -61,10 +61,11 @@ def reproduce(
     max_new_tokens: Annotated[int, typer.Option(min=24, help="Longest answer.")] = 96,
     seed: Annotated[int, typer.Option(min=0, help="Seed of splits and bootstraps.")] = 0,
 ) -> None:
-    """Measure the first finding on the embedded target and the shipped drafts, and write figures and a report."""
+    """Measure the findings on the embedded target and the shipped drafts, and write figures and a report."""
     from dspine_probe import report
     from dspine_probe.drafts.checkpoint import load_draft
     from dspine_probe.experiments.console import StageBars, frame_table
+    from dspine_probe.experiments.injection_depth import InjectorSet, shipped_injectors
     from dspine_probe.experiments.reproduction import ReproductionConfig
     from dspine_probe.experiments.reproduction import reproduce as run
     from dspine_probe.prompts import load_prompts
@@ -74,19 +75,21 @@ def reproduce(
     console.print("Loading the target (fetched and converted once, about 20 seconds) and the drafts")
     target = Target.load("embedded")
     drafts = {name: load_draft(name, target) for name in draft or ["dflash", "dspine"]}
+    folders = {name: folder for name in drafts if (folder := shipped_injectors(name))}
+    injectors = {name: InjectorSet.load(folder, drafts[name], target) for name, folder in folders.items()}
     with StageBars(console) as bars:
         found = run(
             target,
             drafts,
             load_prompts("lab", limit=limit),
+            injectors=injectors,
             config=ReproductionConfig(max_new_tokens=max_new_tokens, seed=seed),
             on_progress=bars.show,
         )
     page, notes = report.write(found, output)
     Console().print(frame_table(found.summary(), title=f"{target.name}, greedy, 95 % intervals over prompts"))
-    for sentence in found.emergence.findings():
+    for sentence in found.findings():
         Console(highlight=False).print(f"- {sentence}")
     for note in notes:
         console.print(note, highlight=False)
     typer.echo(f"report: {page}  ({found.seconds:.0f} s)")
-

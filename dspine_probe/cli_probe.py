@@ -104,10 +104,11 @@ def corruption_command(
 
 @app.command("injection-depth")
 def injection_command(
-    injectors: Annotated[
-        Path, typer.Option(help="Folder with one folder of injectors a draft, by the drafts' names.")
-    ],
     draft: Drafts = ["dflash"],
+    injectors: Annotated[
+        Path | None,
+        typer.Option(help="Folder with one folder of injectors a draft, by name; default: the shipped ones."),
+    ] = None,
     features: Features = None,
     blocks: Annotated[int, typer.Option(min=1, help="Blocks that each injector is trained on.")] = 15_360,
     target: TargetName = "embedded",
@@ -130,16 +131,20 @@ def injection_command(
         injection_depth,
         train_injectors,
     )
+    from dspine_probe.files import data_dir
     from dspine_probe.plots import injection_depth as plots
     from dspine_probe.training.features import FeatureStore
 
     answering, loaded = _load(target, draft)
+    folder = injectors or data_dir() / "injectors"
+    if features and injectors is None:
+        raise UsageError("training needs a folder of its own; name it with --injectors.")
     config = InjectionConfig(fast=fast, seed=seed, shares=() if fast else InjectionConfig().shares)
     with _bars() as bars:
         for name, one in loaded.items() if features else ():
             plan, store = InjectionPlan(blocks=blocks), FeatureStore.open(*features or ())
-            train_injectors(one, answering, store, injectors / name, plan, on_progress=bars.show)
-        sets = {name: InjectorSet.load(injectors / name, one, answering) for name, one in loaded.items()}
+            train_injectors(one, answering, store, folder / name, plan, on_progress=bars.show)
+        sets = {name: InjectorSet.load(folder / name, one, answering) for name, one in loaded.items()}
         field = _arena(answering, loaded, prompts, limit, max_new_tokens, anchors, arena, seed, bars)
         result = injection_depth(loaded, sets, answering, field, config=config, on_progress=bars.show)
     figures = {"injection_by_depth": plots.by_depth(result)}
@@ -228,8 +233,8 @@ def gates_command(
     _write(result, output, {f"gates_{plot.__name__}": plot(result) for plot in drawn})
 
 
-@app.command("linear")
-def linear_command(
+@app.command("probing")
+def probing_command(
     draft: Drafts = ["dflash", "dspine"],
     target: TargetName = "embedded",
     prompts: Prompts = ["lab"],

@@ -2,7 +2,7 @@
 
 from dspine_probe.experiments.injection_depth.measure import InjectionConfig, injection_depth
 from dspine_probe.experiments.injection_depth.result import InjectionDepthResult
-from dspine_probe.experiments.injection_depth.store import InjectorSet
+from dspine_probe.experiments.injection_depth.store import InjectorSet, shipped_injectors
 from dspine_probe.experiments.injection_depth.training import InjectionPlan, train_injectors
 
 __all__ = [
@@ -11,5 +11,6 @@ __all__ = [
     "InjectionPlan",
     "InjectorSet",
     "injection_depth",
+    "shipped_injectors",
     "train_injectors",
 ]

@@ -18,10 +18,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from dspine_probe.drafts import Draft
+from dspine_probe.drafts.checkpoint import shipped_checkpoints
 from dspine_probe.errors import ProbeError, UsageError
 from dspine_probe.experiments.injection_depth.arms import Arm, ArmModule, build
 from dspine_probe.experiments.injection_depth.injectors import Codes
-from dspine_probe.files import write_atomically
+from dspine_probe.files import data_dir, write_atomically
 from dspine_probe.target import Target
 
 Record = Mapping[str, Any]
@@ -58,6 +59,12 @@ def trained(folder: Path) -> dict[str, Record]:
         if "arm" in record and path.with_name(path.stem + ".safetensors").is_file():
             found[path.stem] = record
     return found
+
+
+def shipped_injectors(name: str) -> Path | None:
+    """The folder of the injectors that come with a shipped draft, or None."""
+    folder = data_dir() / "injectors" / name
+    return folder if folder.is_dir() and name in shipped_checkpoints() else None
 
 
 @dataclass(frozen=True)
