@@ -62,18 +62,19 @@ def _compiler() -> str:
 
 
 def _compile(compiler: str, folder: Path, library: Path, half: bool) -> None:
-    """Try the best options first; what the compiler does not know is left out."""
+    """Try the best options first, and leave out what the compiler does not know or cannot link."""
     sources = [str(folder / name) for name in SOURCES]
-    faults = []
+    faults: list[Exception] = []
     for native in NATIVE:
         for threaded in THREADED:
             options = [*OPTIONS, *native, *threaded, f"-DHALF={int(half)}"]
             try:
                 _run([compiler, *options, *sources, "-o", str(library), "-lm"])
+                ctypes.CDLL(str(library))
                 return
-            except NotBuilt as fault:
+            except (NotBuilt, OSError) as fault:
                 faults.append(fault)
-    raise faults[0]
+    raise NotBuilt(str(faults[0])) from faults[0]
 
 
 def _run(command: list[str]) -> str:
