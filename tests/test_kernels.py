@@ -63,6 +63,10 @@ def test_the_ends_of_the_unit_interval_and_unfit_tensors(interpreted, case):
     assert interpreted["extremes"][case]
 
 
+def test_engines_that_run_on_kernels_decode_as_the_reference_does(interpreted):
+    assert interpreted["engines"] == {"same as the reference": True, "drafted": True}
+
+
 # ---- torch alone: the references are the drafts' own arithmetic
 
 

@@ -18,11 +18,10 @@ from dspine_probe.decoding.cpu.compute import Geometry
 from dspine_probe.decoding.cpu.weights import target_layers, target_rotary
 from dspine_probe.decoding.gpu.layers import FusedLayer, Rows, Stack
 from dspine_probe.decoding.graphs import Capturing, FixedStep, Outputs, refuse_hooked
+from dspine_probe.decoding.kernels.block_attention import PIECE
 from dspine_probe.decoding.lean import check_supported
 from dspine_probe.errors import UsageError
 from dspine_probe.target import Target
-
-PIECE = 64  # tokens of a prompt read at once
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from dspine_probe.decoding.kernels.layer_ops import LayerCache
 KEYS = 64  # of a step
 PROGRAMS = 264  # two for every multiprocessor of a large GPU
 MOST_SPLITS = 32
+PIECE = 64  # slots that a prompt is read by; any number works, and this one fills the tiles
 
 
 def block_attention(

@@ -25,7 +25,6 @@ except ImportError:  # Triton is made for Linux alone; everywhere else the entry
     triton = tl = None
 
 DTYPES = (torch.bfloat16, torch.float32)
-SLOTS_PER_DOT = 16  # fewest rows that fill a tensor-core tile
 
 
 def jit(function: Any) -> Any:

@@ -6,13 +6,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from dspine_probe.decoding.kernels.block_attention import plan_attention
+from dspine_probe.decoding.kernels.block_attention import PIECE, plan_attention
 from dspine_probe.decoding.kernels.candidates import plan_top
 from dspine_probe.decoding.kernels.folding import CodeTables, LayerInjection
 from dspine_probe.decoding.kernels.gru import GRUHead, plan_gru
@@ -48,7 +48,7 @@ QWEN3_8B = Sizes(4096, 1024, 512, 16, 16, 151_936, 32, 8, 128, 12_288, 256, 1024
 QWEN3_4B = Sizes(2560, 1024, 512, 16, 16, 151_936, 32, 8, 128, 9_728, 256, 1024)
 EMBEDDED = Sizes(576, 192, 128, 16, 8, 8_192, 9, 3, 64, 1_536, 64, 128, capacity=512)
 # Nothing here is a power of two, and no block is full.
-ODD = Sizes(52, 20, 12, 5, 6, 333, 6, 2, 10, 37, 11, 19, capacity=90, batch=3)
+ODD = Sizes(52, 20, 12, 5, 5, 333, 6, 2, 10, 37, 11, 19, capacity=290, batch=3)
 
 
 @dataclass(frozen=True)
@@ -128,14 +128,28 @@ class Problem:
         pair, parts = plan_pairs(self.h, readings, self.pairs, self.refiner)
         walks = [plan_walk(parts, self.pairs.candidates, 1.0, noise)[0] for noise in (None, self.noise)]
         top, _ = plan_top(self.logits.flatten(0, 1), self.sizes.k)
-        rotate, queries = plan_rotate(self.qkv, self.heads, self.rotary, self.starts, self.cache)
-        attention, _ = plan_attention(queries, self.cache, self.starts, causal=True)
-        silu, _ = plan_silu_mul(self.gate_up)
         markov, _ = plan_markov(self.logits, self.anchors, self.markov)
         of_hidden = self.hidden.new_empty(batch, self.sizes.slots - 1, self.sizes.serial_rank)
         gru, _ = plan_gru(self.logits, of_hidden, self.anchors, self.gru)
+        layers = [launch for width in self.widths for launch in self.layer_launches(width)]
         # The serial heads' slots after the third repeat the launches of the third.
-        return [read, write, pair, *walks, *top, rotate, *attention, silu, *markov[:3], *gru[:8]]
+        return [read, write, pair, *walks, *top, *layers, *markov[:3], *gru[:8]]
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Tokens a row that a layer meets: a block, a plain step, a piece of a prompt."""
+        return self.sizes.slots, 1, PIECE
+
+    def layer_launches(self, width: int) -> list[Launch]:
+        """What a layer launches on `width` tokens of every row, context rows included."""
+        rows, s = self.sizes.batch * width, self.sizes
+        qkv = self.qkv.new_empty(rows, self.qkv.shape[1])
+        rotate, queries = plan_rotate(qkv, self.heads, self.rotary, self.starts, self.cache)
+        attention, _ = plan_attention(queries, self.cache, self.starts, causal=True)
+        silu, _ = plan_silu_mul(self.gate_up.new_empty(rows, 2 * s.inner))
+        kv, alone = qkv.new_empty(rows, 2 * s.kv_heads * s.d_head), replace(self.heads, queries=0)
+        context, _ = plan_rotate(kv, alone, self.rotary, self.starts, self.cache)
+        return [rotate, *attention, silu, context]
 
 
 @dataclass(frozen=True)
