@@ -44,8 +44,9 @@ def write(found: Reproduction, folder: Path) -> tuple[Path, list[str]]:
     write_report(
         folder / REPORT,
         list(blocks.values()),
-        heading="First look at the shipped drafts",
+        heading="The findings on the shipped drafts",
         intro=_intro(found),
+        points=found.findings(),
     )
     return folder / REPORT, sorted(set(notes))
 
@@ -62,7 +63,6 @@ def _intro(found: Reproduction) -> str:
             f"Target {setting['target']} in fp32 on {setting['threads']} threads, torch {torch.__version__}, "
             f"dspine_probe {used['dspine_probe']}. Measured in {found.seconds:.0f} seconds.",
             f"All {len(found.speed.answers)} decoded answers {same}.",
-            *found.findings(),
             "These are small drafts of a small target; numbers of published models are their authors'.",
         ]
     )

@@ -49,6 +49,7 @@ def test_everything_is_written_and_opens_without_network(found: Reproduction, tm
     page, _notes = report.write(found, tmp_path)
     text = page.read_text()
     assert "<script src=" not in text
+    assert text.count("<li>") == len(found.findings()) > 0
     for name in report.figure_blocks(found):
         assert (tmp_path / f"{name}.html").is_file()
     assert AcceptanceResult.load(tmp_path).requests == found.acceptance.requests

@@ -62,13 +62,17 @@ class FigureBlock:
         )
 
 
-def write_report(path: str | Path, blocks: Sequence[FigureBlock], *, heading: str, intro: str) -> None:
-    """One page with all blocks, plotly.js included once; nothing is loaded from anywhere.
+def write_report(
+    path: str | Path, blocks: Sequence[FigureBlock], *, heading: str, intro: str, points: Sequence[str] = ()
+) -> None:
+    """One page with all blocks, plotly.js included once; nothing is loaded from anywhere. `points` become a list.
 
     Raises:
         ProbeError: the folder cannot be written to or the disk is full.
     """
     body = [f"<h1>{html.escape(heading)}</h1>\n<p>{html.escape(intro)}</p>\n"]
+    if points:
+        body.append("<ul>" + "".join(f"<li>{html.escape(point)}</li>\n" for point in points) + "</ul>\n")
     body += [block.to_html(number) for number, block in enumerate(blocks, start=1)]
     page = _page(heading, f"<script>{get_plotlyjs()}</script>", "".join(body))
     _write_text(Path(path), page)
