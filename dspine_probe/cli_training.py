@@ -64,10 +64,10 @@ def train(
         Path | None, typer.Option(help="Where the run keeps its state and metrics; default: OUTPUT.run.")
     ] = None,
     target: Annotated[str, typer.Option(help="'embedded', a hub id or a folder.")] = "embedded",
-    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 6e-4,
+    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
     optimizer: Annotated[str, typer.Option(help="adamw or muon.")] = "adamw",
-    sequences: Annotated[int, typer.Option(min=1, help="Sequences of a micro-batch.")] = 8,
-    anchors: Annotated[int, typer.Option(min=1, help="Anchors per sequence.")] = 32,
+    sequences: Annotated[int, typer.Option(min=1, help="Sequences of a micro-batch.")] = 4,
+    anchors: Annotated[int, typer.Option(min=1, help="Anchors per sequence.")] = 16,
     accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches of a step.")] = 1,
     gamma: Annotated[float, typer.Option(help="Decay of the slot weights, in slots.")] = 4.0,
     draft_vocab: Annotated[int, typer.Option(min=0, help="Most frequent tokens to propose; 0: all.")] = 8192,

@@ -19,10 +19,10 @@ class TrainConfig:
     """
 
     blocks: int
-    sequences: int = 8
-    anchors: int = 32
+    sequences: int = 4
+    anchors: int = 16
     accumulate: int = 1
-    lr: float = 6e-4
+    lr: float = 1e-3
     warmup: float = 0.04
     gamma: float = 4.0
     clip: float = 1.0
