@@ -6,54 +6,34 @@ anchors. `--arena FOLDER` keeps it, so that the next command need not answer the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Protocol
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from dspine_probe.cli_options import (
+    Anchors,
+    ArenaFolder,
+    Drafts,
+    Features,
+    Limit,
+    Longest,
+    Output,
+    Prompts,
+    Seed,
+    TargetName,
+    arena_of,
+    bars_on_stderr,
+    engines_named,
+    load,
+    load_one,
+    load_target,
+    named,
+    write_out,
+)
 from dspine_probe.errors import UsageError
 
-if TYPE_CHECKING:
-    from dspine_probe.decoding.engine import Engines
-    from dspine_probe.drafts import Draft
-    from dspine_probe.experiments.arena import Arena
-    from dspine_probe.experiments.console import StageBars
-    from dspine_probe.plots.figure_block import FigureBlock
-    from dspine_probe.target import Target
-
 app = typer.Typer(help="Measure one finding: table, record and figures.", no_args_is_help=True)
-
-TargetName = Annotated[str, typer.Option("--target", help="'embedded', a hub id or a folder.")]
-Drafts = Annotated[
-    list[str],
-    typer.Option("--draft", help="A shipped draft, a checkpoint folder, or NAME=FOLDER; repeat for more."),
-]
-Prompts = Annotated[
-    list[str], typer.Option("--prompts", help="'lab', a JSONL file, or a folder of them; repeat for more.")
-]
-Limit = Annotated[int | None, typer.Option("--limit", min=2, help="Most prompts of each file.")]
-Longest = Annotated[int, typer.Option("--max-new-tokens", min=9, help="Longest answer.")]
-Anchors = Annotated[int, typer.Option("--anchors", min=1, help="Blocks drafted on each answer.")]
-ArenaFolder = Annotated[
-    Path | None,
-    typer.Option("--arena", help="Keep answers and states here, or use those that are here already."),
-]
-Output = Annotated[Path, typer.Option("--output", help="Folder for table, record and figures.")]
-Features = Annotated[
-    list[Path] | None,
-    typer.Option("--features", help="A folder made by `features`: train what is missing on it; repeatable."),
-]
-Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of anchors, stand-ins and bootstrap.")]
-
-
-class Result(Protocol):
-    """What every experiment returns."""
-
-    def save(self, folder: Path) -> None: ...
-
-    def findings(self) -> list[str]: ...
 
 
 @app.command("corruption")
@@ -81,11 +61,11 @@ def corruption_command(
     from dspine_probe.experiments.corruption import CorruptionConfig, corruption
     from dspine_probe.plots import corruption as plots
 
-    answering, loaded = _load(target, draft)
-    adapted = {name: _draft(folder, answering) for name, folder in _named(fine_tuned or ()).items()}
+    answering, loaded = load(target, draft)
+    adapted = {name: load_one(folder, answering) for name, folder in named(fine_tuned or ()).items()}
     config = replace(CorruptionConfig.fast() if fast else CorruptionConfig(), seed=seed)
-    with _bars() as bars:
-        field = _arena(answering, loaded, prompts, limit, max_new_tokens, anchors, arena, seed, bars)
+    with bars_on_stderr() as bars:
+        field = arena_of(answering, loaded, prompts, limit, max_new_tokens, anchors, arena, seed, bars)
         result = corruption(
             loaded,
             answering,
@@ -99,7 +79,7 @@ def corruption_command(
     }
     if set(result.data["headline_slots"]) - {"A"}:
         blocks["corruption_protocols"] = plots.protocols(result)
-    _write(result, output, blocks)
+    write_out(result, output, blocks)
 
 
 @app.command("injection-depth")
@@ -135,22 +115,22 @@ def injection_command(
     from dspine_probe.plots import injection_depth as plots
     from dspine_probe.training.features import FeatureStore
 
-    answering, loaded = _load(target, draft)
+    answering, loaded = load(target, draft)
     folder = injectors or data_dir() / "injectors"
     if features and injectors is None:
         raise UsageError("training needs a folder of its own; name it with --injectors.")
     config = InjectionConfig(fast=fast, seed=seed, shares=() if fast else InjectionConfig().shares)
-    with _bars() as bars:
+    with bars_on_stderr() as bars:
         for name, one in loaded.items() if features else ():
             plan, store = InjectionPlan(blocks=blocks), FeatureStore.open(*features or ())
             train_injectors(one, answering, store, folder / name, plan, on_progress=bars.show)
         sets = {name: InjectorSet.load(folder / name, one, answering) for name, one in loaded.items()}
-        field = _arena(answering, loaded, prompts, limit, max_new_tokens, anchors, arena, seed, bars)
+        field = arena_of(answering, loaded, prompts, limit, max_new_tokens, anchors, arena, seed, bars)
         result = injection_depth(loaded, sets, answering, field, config=config, on_progress=bars.show)
     figures = {"injection_by_depth": plots.by_depth(result)}
     if config.shares:
         figures["injection_by_reliability"] = plots.by_reliability(result)
-    _write(result, output, figures)
+    write_out(result, output, figures)
 
 
 @app.command("supervision")
@@ -192,14 +172,14 @@ def supervision_command(
     runs = experiment.trained(plan, arms)
     if not runs:
         raise UsageError(f"{arms} holds no finished arm; train them by naming --features.")
-    answering = _target(target)
-    first = {"first": _draft(next(iter(next(iter(runs.values())).values())).checkpoint, answering)}
-    with _bars() as bars:
-        field = _arena(answering, first, prompts, limit, max_new_tokens, anchors, arena, seed, bars)
+    answering = load_target(target)
+    first = {"first": load_one(next(iter(next(iter(runs.values())).values())).checkpoint, answering)}
+    with bars_on_stderr() as bars:
+        field = arena_of(answering, first, prompts, limit, max_new_tokens, anchors, arena, seed, bars)
         tried = experiment.rates_tried(arms, list(plan.arms))
         result = experiment.supervision(answering, runs, field, rates=tried, on_progress=bars.show)
     drawn = (plots.arms, plots.curves, plots.cosines, plots.ranks)
-    _write(result, output, {f"supervision_{plot.__name__}": plot(result) for plot in drawn})
+    write_out(result, output, {f"supervision_{plot.__name__}": plot(result) for plot in drawn})
 
 
 @app.command("gates")
@@ -219,18 +199,18 @@ def gates_command(
     from dspine_probe.experiments.gates import GatesConfig, gates
     from dspine_probe.plots import gates as plots
 
-    answering, loaded = _load(target, draft)
+    answering, loaded = load(target, draft)
     gated = {name: one for name, one in loaded.items() if isinstance(one, DSpine)}
     without = [name for name in loaded if name not in gated]
     if without:
         raise UsageError(f"the draft {without[0]!r} has no gates; name drafts of the kind dspine.")
-    with _bars() as bars:
-        field = _arena(answering, loaded, prompts, limit, max_new_tokens, anchors, arena, seed, bars)
+    with bars_on_stderr() as bars:
+        field = arena_of(answering, loaded, prompts, limit, max_new_tokens, anchors, arena, seed, bars)
         assert answering.tokenizer is not None
         config = GatesConfig(seed=seed)
         result = gates(gated, field, answering.tokenizer, config=config, on_progress=bars.show)
     drawn = (plots.heatmaps, plots.followed, plots.clamped)
-    _write(result, output, {f"gates_{plot.__name__}": plot(result) for plot in drawn})
+    write_out(result, output, {f"gates_{plot.__name__}": plot(result) for plot in drawn})
 
 
 @app.command("probing")
@@ -249,11 +229,11 @@ def probing_command(
     from dspine_probe.experiments.probing import ProbingConfig, probing
     from dspine_probe.plots import probing as plots
 
-    answering, loaded = _load(target, draft)
-    with _bars() as bars:
-        field = _arena(answering, loaded, prompts, limit, max_new_tokens, anchors, arena, seed, bars)
+    answering, loaded = load(target, draft)
+    with bars_on_stderr() as bars:
+        field = arena_of(answering, loaded, prompts, limit, max_new_tokens, anchors, arena, seed, bars)
         result = probing(loaded, field, config=ProbingConfig(seed=seed), on_progress=bars.show)
-    _write(result, output, {f"probing_{name}": plots.curves(result, name) for name in loaded})
+    write_out(result, output, {f"probing_{name}": plots.curves(result, name) for name in loaded})
 
 
 @app.command("speed")
@@ -275,13 +255,13 @@ def speed_command(
     from dspine_probe.prompts import load_all_prompts
     from dspine_probe.sampling import Sampling
 
-    answering, loaded = _load(target, draft)
+    answering, loaded = load(target, draft)
     samplings = tuple(Sampling(one) for one in temperature)
     config = BenchConfig(max_new_tokens, samplings, tuple(rows), seed=seed)
     asked = load_all_prompts(prompts, limit=limit)
-    with _bars() as bars:
+    with bars_on_stderr() as bars:
         result = bench(
-            answering, loaded, asked, config=config, engines=_engines(engine), on_progress=bars.show
+            answering, loaded, asked, config=config, engines=engines_named(engine), on_progress=bars.show
         )
     figures = {
         "speed_time_per_token": plots.time_per_token(result),
@@ -289,7 +269,7 @@ def speed_command(
     }
     if len(rows) > 1:
         figures["speed_by_rows"] = plots.speedup_by_rows(result)
-    _write(result, output, figures)
+    write_out(result, output, figures)
 
 
 def ledger(
@@ -301,96 +281,3 @@ def ledger(
 
     filed = write_ledger(results, output)
     typer.echo(f"{len(filed)} measured claims in {output}")
-
-
-# ---- what the commands share
-
-
-def _load(target: str, drafts: Sequence[str]) -> tuple[Target, dict[str, Draft]]:
-    answering = _target(target)
-    return answering, {name: _draft(folder, answering) for name, folder in _named(drafts).items()}
-
-
-def _target(name: str) -> Target:
-    import torch
-
-    from dspine_probe.target import Target
-
-    return Target.load(name, device="cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _draft(folder: str | Path, target: Target) -> Draft:
-    from dspine_probe.drafts.checkpoint import load_draft
-
-    return load_draft(folder, target)
-
-
-def _engines(name: str) -> Engines:
-    from dspine_probe.decoding.fast_cpu import FastCpu
-    from dspine_probe.decoding.reference import REFERENCE
-
-    if name not in ("fast", "reference"):
-        raise UsageError(f"--engine {name!r} is unknown; use 'fast' or 'reference'.")
-    return FastCpu() if name == "fast" else REFERENCE
-
-
-def _named(given: Sequence[str]) -> dict[str, str]:
-    """`NAME=FOLDER` as pairs; a folder alone goes by its last part."""
-    pairs = [text.split("=", 1) if "=" in text else [Path(text).name, text] for text in given]
-    names = [name for name, _ in pairs]
-    if len(set(names)) < len(names):
-        raise UsageError(f"drafts are named {', '.join(names)}; tell them apart as NAME=FOLDER.")
-    return {name: folder for name, folder in pairs}
-
-
-def _arena(
-    target: Target,
-    drafts: Mapping[str, Draft],
-    sources: Sequence[str],
-    limit: int | None,
-    max_new_tokens: int,
-    anchors: int,
-    folder: Path | None,
-    seed: int,
-    bars: StageBars,
-) -> Arena:
-    """The arena kept in `folder`, or a new one from the prompts, kept there."""
-    from dspine_probe.experiments.arena import Arena
-    from dspine_probe.experiments.arena_building import build_arena
-    from dspine_probe.prompts import load_all_prompts
-
-    config = next(iter(drafts.values())).config
-    if folder is not None and Arena.is_in(folder):
-        return Arena.load(folder)
-    built = build_arena(
-        target,
-        load_all_prompts(sources, limit=limit),
-        taps=config.target_layer_ids,
-        slots=config.num_slots,
-        per_answer=anchors,
-        max_new_tokens=max_new_tokens,
-        seed=seed,
-        on_progress=bars.show,
-    )
-    if folder is not None:
-        built.save(folder)
-    return built
-
-
-def _bars() -> StageBars:
-    from dspine_probe.experiments.console import StageBars
-
-    return StageBars(Console(stderr=True))
-
-
-def _write(result: Result, output: Path, blocks: Mapping[str, FigureBlock]) -> None:
-    """Save the table and the figures, and print what they say."""
-    from dspine_probe.plots.figure_block import write_figure
-
-    result.save(output)
-    notes = [write_figure(output / name, block) for name, block in blocks.items()]
-    for sentence in result.findings():
-        Console(highlight=False).print(f"- {sentence}")
-    for note in sorted({note for note in notes if note}):
-        Console(stderr=True, highlight=False).print(note)
-    typer.echo(f"table, record and {len(blocks)} figures in {output}")
