@@ -76,8 +76,8 @@ def protocols(result: CorruptionResult, *, kind: str = RANK_2) -> FigureBlock:
                 seen = protocol in set(rows[rows["draft"].isin(drafts[: column - 1])]["protocol"])
                 trace = _line(part, "site", f"protocol {protocol}", index, legend=not seen)
                 figure.add_trace(trace, row=1, col=column)
-    places = [site for site in _present(rows, "site") if site != "first"]
-    order = {"categoryorder": "array", "categoryarray": [*sorted(places), "first"]}
+    places = ["first", *sorted((s for s in _present(rows, "site") if s != "first"), reverse=True)]
+    order = {"categoryorder": "array", "categoryarray": places}
     figure.update_xaxes(title_text="place of the corrupted token", **order)
     figure.update_yaxes(title_text="change in accuracy, points", row=1, col=1)
     return FigureBlock(
