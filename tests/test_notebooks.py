@@ -11,6 +11,10 @@ from dspine_probe.drafts.checkpoint import shipped_checkpoints
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+SMALL = {"PROMPTS": 14, "NEW_TOKENS": 24, "ANCHORS": 2}
+"""Sizes for the tests, in place of those in the cell tagged "parameters": two prompts of each kind."""
+LIVE = "skip-execution"
+"""Tag of cells with widgets, whose state a saved notebook does not keep."""
 needs_drafts = pytest.mark.skipif(
     not {"dflash", "dspine"} <= set(shipped_checkpoints()), reason="no trained drafts in data/checkpoints"
 )
@@ -20,22 +24,41 @@ def name(path):
     return path.stem
 
 
+def tags(cell):
+    return cell.metadata.get("tags", [])
+
+
+def shrink(notebook):
+    """Set the sizes that the notebook names to those of the tests."""
+    (cell,) = [cell for cell in notebook.cells if "parameters" in tags(cell)]
+    for size, value in SMALL.items():
+        cell.source = re.sub(rf"^{size} = \d+", f"{size} = {value}", cell.source, flags=re.MULTILINE)
+    assert f"PROMPTS = {SMALL['PROMPTS']}" in cell.source
+
+
 @needs_drafts
 @pytest.mark.embedded
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=name)
 def test_notebook_runs(path):
     notebook = nbformat.read(path, as_version=4)
+    shrink(notebook)
     client = NotebookClient(
-        notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": ROOT}}
+        notebook,
+        timeout=600,
+        kernel_name="python3",
+        resources={"metadata": {"path": ROOT}},
+        skip_cells_with_tag="",  # live cells run too
+        store_widget_state=False,
     )
     client.execute()
-    figures = [
-        output
+    kinds = [
+        {kind for output in cell.outputs for kind in output.get("data", {})}
         for cell in notebook.cells
-        for output in cell.get("outputs", [])
-        if "application/vnd.plotly.v1+json" in output.get("data", {})
+        if cell.cell_type == "code"
     ]
-    assert figures, "no figure was drawn"
+    assert any("application/vnd.plotly.v1+json" in kind for kind in kinds), "no figure was drawn"
+    views = sum("application/vnd.jupyter.widget-view+json" in kind for kind in kinds)
+    assert views == sum(LIVE in tags(cell) for cell in notebook.cells), "a live cell shows no view"
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=name)
@@ -48,5 +71,9 @@ def test_notebook_is_clean(path):
     source = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
     assert not any(re.search(r"^\s*[!%]", cell, flags=re.MULTILINE) for cell in source)
     assert sum("assert" in cell for cell in source) >= 3
-    assert any("does not show" in cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    prose = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    assert all(part in prose for part in ("**Question.**", "**Prediction", "does not show"))
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert outputs and all(output.output_type != "error" for output in outputs)
+    assert path.stat().st_size < 300_000, "figures are kept as data, without a copy of plotly.js"
     assert len({cell.id for cell in notebook.cells}) == len(notebook.cells)
