@@ -145,7 +145,9 @@ class HookedDraft(HookedRootModule):
             logits = self(taps, anchor_tokens, anchors, width=width)
         return logits, ActivationCache(cache, self)
 
-    def encode_context(self, taps: Float[Tensor, "batch ctx taps_d_model"], *, start: int = 0) -> Context:
+    def encode_context(
+        self, taps: Float[Tensor, "batch ctx taps_d_model"], *, start: int | Int[Tensor, "batch"] = 0
+    ) -> Context:
         """The draft's `encode_context`, under whatever hooks are on."""
         self._refuse_unusable()
         return self.draft.encode_context(taps, start=start)

@@ -10,7 +10,7 @@ from tiny import prompts, tiny_draft, tiny_target
 from dspine_probe.config import DFLASH
 from dspine_probe.drafts import Context
 from dspine_probe.errors import UsageError
-from dspine_probe.experiments.corruption.block_context import encode_rows, per_block, rows_of, swapped
+from dspine_probe.experiments.corruption.block_context import rows_of, swapped
 from dspine_probe.experiments.corruption.rerun import Edit, rerun
 from dspine_probe.experiments.corruption.substitutes import (
     FREQUENCY,
@@ -69,11 +69,11 @@ def test_exchanged_rows_are_those_of_the_edited_text_and_go_back():
     generator = torch.Generator().manual_seed(0)
     taps = torch.randn(2, 6, draft.fc.in_features, generator=generator)
     context = draft.encode_context(taps)
-    blocks = per_block(context, torch.tensor([1, 0, 1]))
+    blocks = context.select(torch.tensor([1, 0, 1]))
     before = [part.clone() for part in (*blocks.keys, *blocks.values)]
     edits = torch.tensor([0, 2, 2]), torch.tensor([4, 0, 5])
     new = torch.randn(3, draft.fc.in_features, generator=generator)
-    rows = encode_rows(draft, new, edits[1])
+    rows = draft.encode_context(new[:, None], start=edits[1])
 
     edited = torch.stack([taps[1], taps[0], taps[1]])
     edited[edits] = new

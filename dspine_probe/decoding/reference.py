@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from dspine_probe.decoding.cache import RowCache
 from dspine_probe.decoding.engine import Candidates, Proposal
 from dspine_probe.drafts import Context, Draft, DSpine
-from dspine_probe.drafts.backbone import Block, rotary_tables
 from dspine_probe.errors import UsageError
 from dspine_probe.sampling import pick, tempered
 from dspine_probe.target import Target
@@ -138,13 +137,12 @@ class ReferenceDraft:
 
     def extend(self, taps: Float[Tensor, "row width taps_d_model"], counts: Sequence[int]) -> None:
         """See `DraftEngine.extend`."""
-        draft, like = self.draft, self.draft.fc.weight
+        like = self.draft.fc.weight
         self.cache.lengths = self.cache.lengths or [0] * len(counts)
         at = self.cache.next(taps.shape[1])
-        feature = draft.hook_context(draft.hidden_norm(draft.fc(taps.to(like.device, like.dtype))))
-        rotary = rotary_tables(at, draft.config.head_dim, draft.config.rope_theta, like.dtype)
-        for layer, block in enumerate(draft.blocks):
-            self.cache.write(layer, at, *cast(Block, block).attn.context_kv(feature, rotary))
+        new = self.draft.encode_context(taps.to(like.device, like.dtype), start=at[:, 0])
+        for layer, (keys, values) in enumerate(zip(new.keys, new.values, strict=True)):
+            self.cache.write(layer, at, keys, values)
         self.cache.grow(counts)
 
     def propose(

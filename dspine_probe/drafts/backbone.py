@@ -44,6 +44,10 @@ class Context:
         keys, values = (tuple(torch.cat(pair, dim=1) for pair in pairs) for pairs in join)
         return Context(keys, values)
 
+    def select(self, rows: Tensor) -> Context:
+        """The sequences that `rows` names or marks, each as often as it is named."""
+        return Context(tuple(k[rows] for k in self.keys), tuple(v[rows] for v in self.values))
+
     def crop(self, length: int) -> Context:
         """The first `length` rows."""
         return Context(tuple(k[:, :length] for k in self.keys), tuple(v[:, :length] for v in self.values))
@@ -301,10 +305,16 @@ class Backbone(nn.Module, ABC):
         states = self.run(self.encode_context(taps), anchor_tokens, anchors, width=width, visible=visible)
         return self.logits(states.hidden[:, 1:])
 
-    def encode_context(self, taps: Float[Tensor, "batch ctx taps_d_model"], *, start: int = 0) -> Context:
-        """Keys and values of context rows at positions start, start+1, … from the target's tapped hidden states."""
+    def encode_context(
+        self, taps: Float[Tensor, "batch ctx taps_d_model"], *, start: int | Int[Tensor, "batch"] = 0
+    ) -> Context:
+        """Keys and values of context rows at positions start, start+1, … from the target's tapped hidden states.
+
+        `start` may differ from sequence to sequence.
+        """
         feature = self.hook_context(self.hidden_norm(self.fc(taps)))
-        positions = torch.arange(start, start + taps.shape[1], device=taps.device)
+        ahead = torch.arange(taps.shape[1], device=taps.device)
+        positions = start + ahead if isinstance(start, int) else start[:, None] + ahead
         rotary = self._rotary(positions, feature.dtype)
         pairs = [block.attn.context_kv(feature, rotary) for block in self.blocks]
         return Context(tuple(k for k, _ in pairs), tuple(v for _, v in pairs))

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from transformer_lens.hook_points import HookPoint
 
 from dspine_probe.drafts import Context, Draft, DSpine
-from dspine_probe.experiments.corruption.block_context import encode_rows, per_block, rows_of, swapped
+from dspine_probe.experiments.corruption.block_context import rows_of, swapped
 from dspine_probe.experiments.corruption.blocks import BlockGroup, Distance
 from dspine_probe.experiments.corruption.substitutes import RANK_2, embed
 from dspine_probe.experiments.emergence.readings import Hooks
@@ -32,12 +32,12 @@ class Bench:
         self.hooked, self.draft, self.group = hooked, hooked.draft, group
         self.device, dtype = self.draft.fc.weight.device, self.draft.fc.weight.dtype
         context = hooked.encode_context(group.taps.to(self.device, dtype))
-        self.context = per_block(context, group.text.to(self.device))
+        self.context = context.select(group.text.to(self.device))
         self.tokens = group.tokens.to(self.device)
         self.anchors = group.anchors.to(self.device)[:, None]
         reruns = group.reruns
-        self.edited = encode_rows(
-            self.draft, reruns.taps.to(self.device, dtype), reruns.positions.to(self.device)
+        self.edited = self.draft.encode_context(
+            reruns.taps[:, None].to(self.device, dtype), start=reruns.positions.to(self.device)
         )
 
     @property
@@ -100,7 +100,7 @@ class Bench:
         change = (self.group.reruns.taps[row] - clean).unflatten(1, taps)
         noisy = (clean + as_long_as(change, generator).flatten(1)).to(self.draft.fc.weight)
         position = position.to(self.device)
-        return block.to(self.device), position, encode_rows(self.draft, noisy, position)
+        return block.to(self.device), position, self.draft.encode_context(noisy[:, None], start=position)
 
     # ---- vectors
 

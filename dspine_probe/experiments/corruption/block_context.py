@@ -2,41 +2,23 @@
 
 A draft's context holds keys and values of the target's states, one row a position. To give blocks of one answer
 different pasts, each block gets its own copy; edited rows are encoded once, and `swapped` puts them in for the
-length of a `with` block. Entry points: `per_block`, `encode_rows`, `swapped`.
+length of a `with` block. Entry points: `rows_of`, `swapped`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import cast
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
-from dspine_probe.drafts import Context, Draft
-from dspine_probe.drafts.backbone import Block, rotary_tables
-
-
-def per_block(context: Context, row: Int[Tensor, "block"]) -> Context:
-    """A copy of sequence `row[b]`'s context for every block b."""
-    return Context(tuple(k[row] for k in context.keys), tuple(v[row] for v in context.values))
-
-
-def encode_rows(
-    draft: Draft, taps: Float[Tensor, "row taps_d_model"], positions: Int[Tensor, "row"]
-) -> Context:
-    """Keys and values of single context rows at any positions, each a context of length 1."""
-    feature = draft.hook_context(draft.hidden_norm(draft.fc(taps)))[:, None]
-    config = draft.config
-    rotary = rotary_tables(positions[:, None], config.head_dim, config.rope_theta, feature.dtype)
-    pairs = [cast(Block, block).attn.context_kv(feature, rotary) for block in draft.blocks]
-    return Context(tuple(k for k, _ in pairs), tuple(v for _, v in pairs))
+from dspine_probe.drafts import Context
 
 
 def rows_of(context: Context, block: Int[Tensor, "edit"], position: Int[Tensor, "edit"]) -> Context:
-    """Single rows of a context, as `encode_rows` gives them."""
+    """Single rows of a context, each a context of length 1."""
     return Context(
         tuple(k[block, position][:, None] for k in context.keys),
         tuple(v[block, position][:, None] for v in context.values),
