@@ -9,7 +9,6 @@ from tiny import VOCAB, Scripted, prompts, scripted, tiny_draft, tiny_target
 from dspine_probe.config import DFLASH, DSPINE
 from dspine_probe.decoding.generate import generate
 from dspine_probe.decoding.offline import walk
-from dspine_probe.experiments.corruption.misled import rounds_needed
 
 NEW = 24
 
@@ -21,7 +20,12 @@ def test_own_anchors_give_the_rounds_of_ordinary_decoding(architecture):
     own = [answer.tokens for answer in arena.answers]
     walked = [len(rounds.anchors) for rounds in walk(draft, arena.answers)]
     for batch_size in (1, 3, 32):
-        assert rounds_needed(draft, arena.answers, own, batch_size=batch_size).tolist() == walked
+        assert rounds_needed(draft, arena.answers, own, batch_size).tolist() == walked
+
+
+def rounds_needed(draft, answers, shown, batch_size=32):
+    walked = walk(draft, answers, shown=shown, batch_size=batch_size)
+    return torch.tensor([len(rounds.anchors) for rounds in walked])
 
 
 class Trusting(Scripted):

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from dspine_probe.decoding.generation import Generation
-from dspine_probe.drafts import Context, Draft
+from dspine_probe.drafts import Draft
 
 
 class Answer(Protocol):
@@ -81,6 +81,7 @@ def walk(
     answers: Sequence[Answer],
     *,
     width: int | None = None,
+    shown: Sequence[Int[Tensor, "n"]] | None = None,
     batch_size: int = 32,
     on_rounds: Callable[[int], None] | None = None,
 ) -> list[Rounds]:
@@ -90,6 +91,8 @@ def walk(
         draft: any draft; states are cast to its dtype.
         answers: sequences in any order; one without a second answer token has no round.
         width: slots per block, the anchor's included; by default the width the draft was trained with.
+        shown: tokens that the draft is shown in place of each answer's own when they are anchors, as many as the
+            answer has. What is kept and what the context holds stay true, so only the number of rounds changes.
         batch_size: answers walked side by side.
         on_rounds: called with the number of answers that are finished after every batch.
     """
@@ -97,17 +100,22 @@ def walk(
     found: dict[int, Rounds] = {}
     for start in range(0, len(by_length), batch_size):
         part = by_length[start : start + batch_size]
-        found.update(zip(part, _walk_batch(draft, [answers[i] for i in part], width), strict=True))
+        anchors = None if shown is None else [shown[i] for i in part]
+        walked = _walk_batch(draft, [answers[i] for i in part], anchors, width)
+        found.update(zip(part, walked, strict=True))
         if on_rounds is not None:
             on_rounds(len(found))
     return [found[i] for i in range(len(answers))]
 
 
-def _walk_batch(draft: Draft, answers: Sequence[Answer], width: int | None) -> list[Rounds]:
+def _walk_batch(
+    draft: Draft, answers: Sequence[Answer], shown: Sequence[Tensor] | None, width: int | None
+) -> list[Rounds]:
     weight, slots = draft.fc.weight, (width or draft.config.block_size) - 1
     # Behind an answer stands a token that no draft proposes.
     tokens = pad_sequence([answer.tokens.long() for answer in answers], batch_first=True, padding_value=-1)
     tokens = F.pad(tokens, (0, slots), value=-1).to(weight.device)
+    seen = tokens if shown is None else pad_sequence(list(shown), batch_first=True).to(weight.device)
     taps = pad_sequence([answer.taps for answer in answers], batch_first=True)
     context = draft.encode_context(taps.to(weight.device, weight.dtype))
     last = torch.tensor([len(answer.tokens) - 1 for answer in answers], device=weight.device)
@@ -118,10 +126,10 @@ def _walk_batch(draft: Draft, answers: Sequence[Answer], width: int | None) -> l
     while (live := anchors < last).any():
         if 2 * live.sum() <= len(rows):
             rows = [row for row, alive in zip(rows, live.tolist(), strict=True) if alive]
-            context, tokens, last, anchors = _select(context, live), tokens[live], last[live], anchors[live]
-            live = live[live]
+            context, tokens, seen = context.select(live), tokens[live], seen[live]
+            last, anchors, live = last[live], anchors[live], live[live]
         at = anchors[:, None]
-        drafted = draft.draft_greedy(context, tokens.gather(1, at), at, width=width)
+        drafted = draft.draft_greedy(context, seen.gather(1, at), at, width=width)
         accepted = (drafted == tokens.gather(1, at + ahead)).long().cumprod(dim=1).sum(dim=1)
         for row, alive, anchor, kept in zip(
             rows, live.tolist(), anchors.tolist(), accepted.tolist(), strict=True
@@ -133,7 +141,3 @@ def _walk_batch(draft: Draft, answers: Sequence[Answer], width: int | None) -> l
         Rounds(tuple(a for a, _ in done), tuple(k for _, k in done), len(answer.tokens), slots if done else 0)
         for answer, done in zip(answers, steps, strict=True)
     ]
-
-
-def _select(context: Context, rows: Tensor) -> Context:
-    return Context(tuple(k[rows] for k in context.keys), tuple(v[rows] for v in context.values))

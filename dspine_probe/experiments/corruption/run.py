@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformer_lens.utilities.statistics import derive_generator
 
+from dspine_probe.decoding.offline import Rounds, walk
 from dspine_probe.drafts import Draft, DSpine
 from dspine_probe.experiments.arena import Arena
 from dspine_probe.experiments.corruption.bench import Bench, hide
 from dspine_probe.experiments.corruption.blocks import OWN, BlockGroup, Reach, prepare
 from dspine_probe.experiments.corruption.config import CorruptionConfig
-from dspine_probe.experiments.corruption.misled import rounds_needed
 from dspine_probe.experiments.corruption.protocols import (
     CLEAN,
     A,
@@ -95,13 +95,12 @@ class CorruptionRun:
         answers = [self.arena.answers[i] for i in walked]
         rounds: dict[str, dict[str, Tensor]] = {}
         for name, draft in self.drafts.items():
-            own = [answer.tokens for answer in answers]
-            rounds[name] = {CLEAN: rounds_needed(draft, answers, own)}
+            rounds[name] = {CLEAN: _rounds(walk(draft, answers))}
             self._tick(f"{name}: decoded with true anchors")
             for kind in self.config.walk_kinds:
                 shown = [self.stand_ins[kind][i].clamp(min=0) for i in walked]
                 with HookedDraft(draft) as hooked, hooked.hooks(hide(draft, 0) if kind == ZERO else ()):
-                    rounds[name][kind] = rounds_needed(draft, answers, shown)
+                    rounds[name][kind] = _rounds(walk(draft, answers, shown=shown))
                 self._tick(f"{name}: decoded with {kind} anchors")
         return rounds
 
@@ -146,3 +145,8 @@ class CorruptionRun:
         self._done += 1
         if self._on_step is not None:
             self._on_step(what, self._done, self._total)
+
+
+def _rounds(walked: Sequence[Rounds]) -> Int[Tensor, "answer"]:
+    """How many rounds each answer took."""
+    return torch.tensor([len(one.anchors) for one in walked])
