@@ -13,7 +13,7 @@ import platform
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import pandas as pd
@@ -22,6 +22,51 @@ from torch import Tensor
 from dspine_probe import __version__
 from dspine_probe.errors import ProbeError, UsageError
 from dspine_probe.files import write_atomically
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TableResult:
+    """A tidy table with everything that reproduces it; experiments add their fields and what the table says.
+
+    FILE is the name of the two files of a saved result.
+    """
+
+    FILE: ClassVar[str]
+    table: pd.DataFrame
+
+    def to_frame(self) -> pd.DataFrame:
+        """The tidy table, a copy."""
+        return self.table.copy()
+
+    def select(self, **wanted: str | int) -> pd.DataFrame:
+        """Rows in which every named column has the given value."""
+        keep = pd.Series(True, index=self.table.index)
+        for column, value in wanted.items():
+            keep &= (self.table[column] == value).fillna(False)
+        return self.table[keep]
+
+    def save(self, folder: str | Path, name: str | None = None) -> None:
+        """Write `<name>.csv` and `<name>.json` into `folder`."""
+        save_result(
+            folder, name or self.FILE, self.to_frame(), {part: getattr(self, part) for part in self._parts()}
+        )
+
+    @classmethod
+    def load(cls, folder: str | Path, name: str | None = None) -> Self:
+        """Read back what `save` wrote."""
+        table, record = load_result(folder, name or cls.FILE)
+        return cls(cls._typed(table), **{part: record[part] for part in cls._parts()})
+
+    @classmethod
+    def _parts(cls) -> list[str]:
+        """Fields that stand in the record."""
+        return [part.name for part in dataclasses.fields(cls) if part.name != "table"]
+
+    @classmethod
+    def _typed(cls, table: pd.DataFrame) -> pd.DataFrame:
+        """A table read from CSV, with the types of its columns put right."""
+        return table
+
 
 _PACKAGES = ("torch", "transformers", "numpy", "pandas")
 

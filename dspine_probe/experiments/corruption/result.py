@@ -7,11 +7,9 @@ second opinion and is reported beside it.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pandas as pd
 
@@ -19,7 +17,7 @@ from dspine_probe.experiments.claim import Claim
 from dspine_probe.experiments.corruption.protocols import NOISE, RERUN, ROW, UNEDITED, A, B, C
 from dspine_probe.experiments.corruption.substitutes import MASK, RANK_2
 from dspine_probe.experiments.corruption.table import ALL, CHANGES, DECODE, MINUS, PREDECESSOR, STAYS
-from dspine_probe.experiments.results import load_result, save_result
+from dspine_probe.experiments.results import TableResult
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -40,31 +38,20 @@ _HOW = {
 
 
 @dataclass(frozen=True, eq=False)
-class CorruptionResult:
+class CorruptionResult(TableResult):
     """Table, configuration and provenance; `to_frame`, `select`, `findings`, `claims`, `save`, `load`, `figure`.
 
     checks: what must hold for the table to mean anything, measured in the same run, per draft.
     skipped: parts of the method's checklist that were left out, each with the reason.
     """
 
-    table: pd.DataFrame
+    FILE: ClassVar[str] = NAME
     config: Mapping[str, Any]
     drafts: Mapping[str, Mapping[str, Any]]
     data: Mapping[str, Any]
     checks: Mapping[str, Mapping[str, Any]]
     skipped: Mapping[str, str]
     seconds: float
-
-    def to_frame(self) -> pd.DataFrame:
-        """The tidy table, a copy."""
-        return self.table.copy()
-
-    def select(self, **wanted: str | int) -> pd.DataFrame:
-        """Rows in which every named column has the given value."""
-        keep = pd.Series(True, index=self.table.index)
-        for column, value in wanted.items():
-            keep &= self.table[column] == value
-        return self.table[keep]
 
     def headline(self, draft: str, protocol: str, **wanted: str) -> pd.DataFrame:
         """Rows of one draft and protocol over the slots by which places are compared, all blocks."""
@@ -104,20 +91,6 @@ class CorruptionResult:
         holds = True if verdicts == {True} else (False if False in verdicts else None)
         text = f"slot 1 after a rank-2 anchor, protocol A: {here}"
         return [Claim.on("P1", here=text, controls=list(_controls(self)), holds=holds, command=COMMAND)]
-
-    def save(self, folder: str | Path, name: str = NAME) -> None:
-        """Write `<name>.csv` and `<name>.json` into `folder`."""
-        record = {
-            part.name: getattr(self, part.name) for part in dataclasses.fields(self) if part.name != "table"
-        }
-        save_result(folder, name, self.table, record)
-
-    @classmethod
-    def load(cls, folder: str | Path, name: str = NAME) -> Self:
-        """Read back what `save` wrote."""
-        table, record = load_result(folder, name)
-        parts = {part.name: record[part.name] for part in dataclasses.fields(cls) if part.name != "table"}
-        return cls(table, **parts)
 
     def figure(self) -> Figure:
         """Change by place of the corrupted token, one panel a draft (`dspine_probe.plots.corruption`)."""

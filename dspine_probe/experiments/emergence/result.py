@@ -11,8 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pandas as pd
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 from transformer_lens.utilities.statistics import derive_generator
 
 from dspine_probe.experiments.claim import Claim
-from dspine_probe.experiments.results import load_result, save_result
+from dspine_probe.experiments.results import TableResult
 from dspine_probe.experiments.splits import Split
 from dspine_probe.experiments.stats import draw_counts, estimate, ratio_samples
 
@@ -51,25 +50,14 @@ class Measured:
 
 
 @dataclass(frozen=True, eq=False)
-class EmergenceResult:
+class EmergenceResult(TableResult):
     """Table, configuration and provenance; `to_frame`, `grid`, `findings`, `save`, `load`, `figure`."""
 
-    table: pd.DataFrame
+    FILE: ClassVar[str] = NAME
     config: Mapping[str, Any]
     drafts: Mapping[str, Mapping[str, Any]]
     data: Mapping[str, Any]
     seconds: float
-
-    def to_frame(self) -> pd.DataFrame:
-        """The tidy table, a copy."""
-        return self.table.copy()
-
-    def select(self, **wanted: str | int) -> pd.DataFrame:
-        """Rows in which every named column has the given value."""
-        keep = pd.Series(True, index=self.table.index)
-        for column, value in wanted.items():
-            keep &= self.table[column] == value
-        return self.table[keep]
 
     def grid(
         self, draft: str, condition: str = "trained", reader: str = "translator", metric: str = "top1"
@@ -87,19 +75,6 @@ class EmergenceResult:
         from dspine_probe.experiments.emergence.claims import claims  # they read this result
 
         return claims(self)
-
-    def save(self, folder: str | Path, name: str = NAME) -> None:
-        """Write `<name>.csv` and `<name>.json` into `folder`."""
-        record = {
-            part.name: getattr(self, part.name) for part in dataclasses.fields(self) if part.name != "table"
-        }
-        save_result(folder, name, self.table, record)
-
-    @classmethod
-    def load(cls, folder: str | Path, name: str = NAME) -> Self:
-        """Read back what `save` wrote."""
-        table, record = load_result(folder, name)
-        return cls(table, record["config"], record["drafts"], record["data"], record["seconds"])
 
     def figure(self) -> Figure:
         """Heatmaps of the trained readers, one panel a draft (`dspine_probe.plots.emergence`)."""

@@ -8,15 +8,13 @@ group, `top1`, `top1 walked`, `log prob`, each also as a `… change` from the u
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pandas as pd
 
-from dspine_probe.experiments.results import load_result, save_result
+from dspine_probe.experiments.results import TableResult
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -26,10 +24,10 @@ COLUMNS = ("draft", "measure", "layer", "slot", "group", "mean", "low", "high", 
 
 
 @dataclass(frozen=True, eq=False)
-class GatesResult:
+class GatesResult(TableResult):
     """Table, configuration and provenance; `skipped` says which usual checks were left out, and why."""
 
-    table: pd.DataFrame
+    FILE: ClassVar[str] = NAME
     config: Mapping[str, Any]
     drafts: Mapping[str, Mapping[str, Any]]
     data: Mapping[str, Any]
@@ -40,32 +38,13 @@ class GatesResult:
         """The tidy table, a copy."""
         return self.table.loc[:, list(COLUMNS)].copy()
 
-    def select(self, **wanted: str | int) -> pd.DataFrame:
-        """Rows in which every named column has the given value."""
-        keep = pd.Series(True, index=self.table.index)
-        for column, value in wanted.items():
-            keep &= self.table[column] == value
-        return self.table[keep]
-
     def findings(self) -> list[str]:
         """What the table says, in sentences computed from it."""
         return [sentence for draft in self.drafts for sentence in _findings(self, draft)]
 
-    def save(self, folder: str | Path, name: str = NAME) -> None:
-        """Write `<name>.csv` and `<name>.json` into `folder`."""
-        record = {
-            part.name: getattr(self, part.name) for part in dataclasses.fields(self) if part.name != "table"
-        }
-        save_result(folder, name, self.to_frame(), record)
-
     @classmethod
-    def load(cls, folder: str | Path, name: str = NAME) -> Self:
-        """Read back what `save` wrote."""
-        table, record = load_result(folder, name)
-        table["layer"] = table["layer"].astype(str)
-        table["group"] = table["group"].astype(str)
-        rest = [record[part.name] for part in dataclasses.fields(cls) if part.name != "table"]
-        return cls(table, *rest)
+    def _typed(cls, table: pd.DataFrame) -> pd.DataFrame:
+        return table.astype({"layer": str, "group": str})
 
     def figure(self) -> Figure:
         """Mean gates by layer and slot, one panel a draft (`dspine_probe.plots.gates`)."""

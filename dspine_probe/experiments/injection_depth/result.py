@@ -6,11 +6,9 @@ against the claim.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pandas as pd
 
@@ -29,7 +27,7 @@ from dspine_probe.experiments.injection_depth.table import (
     TRUE,
     family,
 )
-from dspine_probe.experiments.results import load_result, save_result
+from dspine_probe.experiments.results import TableResult
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -44,29 +42,18 @@ SKIPPED = {
 
 
 @dataclass(frozen=True, eq=False)
-class InjectionDepthResult:
+class InjectionDepthResult(TableResult):
     """Table, configuration and provenance; `to_frame`, `select`, `findings`, `claims`, `save`, `load`, `figure`.
 
     drafts: of each draft its build and the record of its arms (rates tried and chosen, budget, held-out loss).
     data: where the blocks come from, and what of the method checklist was skipped.
     """
 
-    table: pd.DataFrame
+    FILE: ClassVar[str] = NAME
     config: Mapping[str, Any]
     drafts: Mapping[str, Mapping[str, Any]]
     data: Mapping[str, Any]
     seconds: float
-
-    def to_frame(self) -> pd.DataFrame:
-        """The tidy table, a copy."""
-        return self.table.copy()
-
-    def select(self, **wanted: str | int) -> pd.DataFrame:
-        """Rows in which every named column has the given value."""
-        keep = pd.Series(True, index=self.table.index)
-        for column, value in wanted.items():
-            keep &= self.table[column] == value
-        return self.table[keep]
 
     @property
     def headlines(self) -> list[str]:
@@ -88,17 +75,6 @@ class InjectionDepthResult:
     def claims(self) -> list[Claim]:
         """One line of the ledger for each headline."""
         return [claim for draft in self.headlines for claim in _claims(self, draft)]
-
-    def save(self, folder: str | Path, name: str = NAME) -> None:
-        """Write `<name>.csv` and `<name>.json` into `folder`."""
-        fields = (field.name for field in dataclasses.fields(self) if field.name != "table")
-        save_result(folder, name, self.table, {field: getattr(self, field) for field in fields})
-
-    @classmethod
-    def load(cls, folder: str | Path, name: str = NAME) -> Self:
-        """Read back what `save` wrote."""
-        table, record = load_result(folder, name)
-        return cls(table, record["config"], record["drafts"], record["data"], record["seconds"])
 
     def figure(self) -> Figure:
         """Accuracy over the depth of injection (`dspine_probe.plots.injection_depth`)."""

@@ -8,16 +8,14 @@ draft, the slot index alone and the commonest class.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pandas as pd
 
 from dspine_probe.experiments.probing.table import ACCURACY, COMPRESSION, CONTROLS, MINUS, TRAINED, UNSEEN
-from dspine_probe.experiments.results import load_result, save_result
+from dspine_probe.experiments.results import TableResult
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -26,7 +24,7 @@ NAME = "probing"
 
 
 @dataclass(frozen=True, eq=False)
-class ProbingResult:
+class ProbingResult(TableResult):
     """Table, configuration and provenance.
 
     fits: every probe: penalty chosen, penalties at which it did not converge, rows, training and validation accuracy.
@@ -35,7 +33,7 @@ class ProbingResult:
     skipped: usual checks that were left out, and why.
     """
 
-    table: pd.DataFrame
+    FILE: ClassVar[str] = NAME
     config: Mapping[str, Any]
     drafts: Mapping[str, Mapping[str, Any]]
     data: Mapping[str, Any]
@@ -44,17 +42,6 @@ class ProbingResult:
     failed_codes: int
     skipped: Mapping[str, str]
     seconds: float
-
-    def to_frame(self) -> pd.DataFrame:
-        """The tidy table, a copy."""
-        return self.table.copy()
-
-    def select(self, **wanted: str | int) -> pd.DataFrame:
-        """Rows in which every named column has the given value."""
-        keep = pd.Series(True, index=self.table.index)
-        for column, value in wanted.items():
-            keep &= (self.table[column] == value).fillna(False)
-        return self.table[keep]
 
     @property
     def failed_fits(self) -> int:
@@ -65,19 +52,9 @@ class ProbingResult:
         """What the table says, in sentences computed from it."""
         return [*(line for draft in self.drafts for line in _findings(self, draft)), self._convergence()]
 
-    def save(self, folder: str | Path, name: str = NAME) -> None:
-        """Write `<name>.csv` and `<name>.json` into `folder`."""
-        record = {
-            part.name: getattr(self, part.name) for part in dataclasses.fields(self) if part.name != "table"
-        }
-        save_result(folder, name, self.table, record)
-
     @classmethod
-    def load(cls, folder: str | Path, name: str = NAME) -> Self:
-        """Read back what `save` wrote."""
-        table, record = load_result(folder, name)
-        rest = [record[part.name] for part in dataclasses.fields(cls) if part.name != "table"]
-        return cls(table.astype({"depth": "Int64"}), *rest)
+    def _typed(cls, table: pd.DataFrame) -> pd.DataFrame:
+        return table.astype({"depth": "Int64"})
 
     def figure(self) -> Figure:
         """Accuracy over depth beside its controls, one panel a target (`dspine_probe.plots.probing`)."""

@@ -6,17 +6,15 @@ sign; the published order (token cross-entropy < none < cosine) counts as decide
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pandas as pd
 
 from dspine_probe.experiments.acceptance import MEAN
 from dspine_probe.experiments.claim import Claim
-from dspine_probe.experiments.results import load_result, save_result
+from dspine_probe.experiments.results import TableResult
 from dspine_probe.experiments.supervision.readings import FITTED, FIXED
 from dspine_probe.experiments.supervision.table import ALL, BASE, OVER_SEEDS
 from dspine_probe.training.intermediate import TOKEN_CE
@@ -32,25 +30,14 @@ _ENOUGH_SEEDS = 3
 
 
 @dataclass(frozen=True, eq=False)
-class SupervisionResult:
+class SupervisionResult(TableResult):
     """Table, configuration and provenance; `arms` holds the settings of every run by arm and seed."""
 
-    table: pd.DataFrame
+    FILE: ClassVar[str] = NAME
     config: Mapping[str, Any]
     arms: Mapping[str, Mapping[str, Any]]
     data: Mapping[str, Any]
     seconds: float
-
-    def to_frame(self) -> pd.DataFrame:
-        """The tidy table, a copy."""
-        return self.table.copy()
-
-    def select(self, **wanted: str | int) -> pd.DataFrame:
-        """Rows in which every named column has the given value."""
-        keep = pd.Series(True, index=self.table.index)
-        for column, value in wanted.items():
-            keep &= (self.table[column] == value).fillna(False)
-        return self.table[keep]
 
     def seeds(self, arm: str) -> list[str]:
         """Seeds of an arm that the arm without supervision has too."""
@@ -100,17 +87,9 @@ class SupervisionResult:
         )
         return [Claim.on("P3", here=here, controls=self._controls(), holds=self.holds(), command=COMMAND)]
 
-    def save(self, folder: str | Path, name: str = NAME) -> None:
-        """Write `<name>.csv` and `<name>.json` into `folder`."""
-        fields = (part.name for part in dataclasses.fields(self) if part.name != "table")
-        save_result(folder, name, self.table, {name: getattr(self, name) for name in fields})
-
     @classmethod
-    def load(cls, folder: str | Path, name: str = NAME) -> Self:
-        """Read back what `save` wrote."""
-        table, record = load_result(folder, name)
-        table = table.astype({column: "Int64" for column in ("layer", "slot", "blocks")})
-        return cls(table, record["config"], record["arms"], record["data"], record["seconds"])
+    def _typed(cls, table: pd.DataFrame) -> pd.DataFrame:
+        return table.astype({column: "Int64" for column in ("layer", "slot", "blocks")})
 
     def figure(self) -> Figure:
         """Acceptance of every arm with its seeds (`dspine_probe.plots.supervision` has the others)."""
