@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,11 +18,11 @@ from dspine_probe.decoding.batch import Completion
 from dspine_probe.errors import UsageError
 from dspine_probe.experiments.arena import Arena
 from dspine_probe.experiments.evaluation import answer_prompts
+from dspine_probe.experiments.progress import Progress, silent
 from dspine_probe.prompts import Prompt
 from dspine_probe.target import Target
 from dspine_probe.training.features import Sequence as Answer
 
-Progress = Callable[[str, int, int], None]
 STATES = "states"
 
 
@@ -54,7 +54,7 @@ def build_arena(
         UsageError: no prompts, or a set with fewer than two of them.
     """
     refuse_lonely(prompts)
-    report = on_progress or _silent
+    report = on_progress or silent
     if answers is None:
         answers = answer_prompts(
             target, prompts, max_new_tokens=max_new_tokens, batch_size=batch_size, on_progress=report
@@ -119,7 +119,7 @@ def read_states(
     on_progress: Progress | None = None,
 ) -> list[Answer]:
     """Every answer with the target's tapped and final states, in the order of the prompts."""
-    report = on_progress or _silent
+    report = on_progress or silent
     tokens = [torch.tensor([*answer.prompt_ids, *answer.response_ids]) for answer in answers]
     order = sorted(range(len(tokens)), key=lambda i: len(tokens[i]))
     found: dict[int, Answer] = {}
@@ -138,7 +138,3 @@ def read_states(
 def _choose(row: Answer, slots: int, most: int, generator: torch.Generator) -> Int[Tensor, "anchor"]:
     places = max(0, len(row) - row.prompt_length - slots)
     return torch.randperm(places, generator=generator)[:most].sort().values + row.prompt_length
-
-
-def _silent(_stage: str, _done: int, _total: int) -> None:
-    pass

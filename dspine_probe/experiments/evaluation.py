@@ -7,7 +7,7 @@ halves `answer_prompts` and `accept`, with `tapped` for the states that a draft 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,10 +20,10 @@ from dspine_probe.decoding.offline import Answer, walk
 from dspine_probe.drafts import Draft
 from dspine_probe.errors import UsageError
 from dspine_probe.experiments.acceptance import AcceptanceResult, RequestCounts, measure
+from dspine_probe.experiments.progress import Progress, silent
 from dspine_probe.prompts import Prompt
 from dspine_probe.target import Target
 
-Progress = Callable[[str, int, int], None]
 ANSWERS, WALKS = "answers", "walks"
 
 
@@ -60,7 +60,7 @@ def evaluate(
     Raises:
         UsageError: no draft, no prompt, or a prompt that does not fit the target.
     """
-    report = on_progress or _silent
+    report = on_progress or silent
     answers = answer_prompts(
         target, prompts, max_new_tokens=max_new_tokens, batch_size=batch_size, on_progress=report
     )
@@ -85,7 +85,7 @@ def answer_prompts(
     on_progress: Progress | None = None,
 ) -> list[Completion]:
     """The target's greedy answers, in the order of the prompts."""
-    report, done = on_progress or _silent, 0
+    report, done = on_progress or silent, 0
 
     def count(_index: int, _completion: Completion) -> None:
         nonlocal done
@@ -118,7 +118,7 @@ def accept(
         raise UsageError(
             f"evaluation was given {len(drafts)} drafts and {len(prompts)} prompts; give one or more of both"
         )
-    report = on_progress or _silent
+    report = on_progress or silent
     found: dict[tuple[str, int], RequestCounts] = {}
     by_draft: Iterable[tuple[str, Sequence[Answer]]]
     walked = 0
@@ -174,7 +174,3 @@ def tapped(
                 for tokens, answer, row in zip(sequences, answers, read, strict=True)
             ],
         )
-
-
-def _silent(_stage: str, _done: int, _total: int) -> None:
-    pass

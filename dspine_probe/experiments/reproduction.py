@@ -8,7 +8,7 @@ figures and pages.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,11 +26,11 @@ from dspine_probe.experiments.evaluation import accept, answer_prompts
 from dspine_probe.experiments.injection_depth.measure import InjectionConfig, injection_depth
 from dspine_probe.experiments.injection_depth.result import InjectionDepthResult
 from dspine_probe.experiments.injection_depth.store import InjectorSet
+from dspine_probe.experiments.progress import Progress, silent
 from dspine_probe.experiments.speed import PLAIN, SpeedResult, decode_all
 from dspine_probe.prompts import Prompt
 from dspine_probe.target import Target
 
-Progress = Callable[[str, int, int], None]
 _SHALLOW = 2
 
 
@@ -107,7 +107,7 @@ def reproduce(
         on_progress: called with (stage, done, total).
     """
     config = config or ReproductionConfig()
-    report = on_progress or _silent
+    report = on_progress or silent
     began = time.perf_counter()
     answers = answer_prompts(
         target,
@@ -175,7 +175,3 @@ def reproduce(
 def _interval(found: object, digits: int = 2) -> str:
     value, low, high = (float(getattr(found, name)) for name in ("value", "low", "high"))
     return f"{value:.{digits}f} ({low:.{digits}f}–{high:.{digits}f})"
-
-
-def _silent(_stage: str, _done: int, _total: int) -> None:
-    pass

@@ -7,7 +7,7 @@ comparison of the main job; `bench` measures batches, sampling and single passes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from dspine_probe.decoding.generate import Generation, generate
 from dspine_probe.decoding.reference import REFERENCE
 from dspine_probe.drafts import Draft
 from dspine_probe.errors import UsageError
+from dspine_probe.experiments.progress import Progress
 from dspine_probe.experiments.results import save_result
 from dspine_probe.experiments.stats import RESAMPLES, Estimate, draw_counts, estimate, ratio_samples
 from dspine_probe.prompts import Prompt
@@ -135,7 +136,7 @@ def decode_all(
     max_new_tokens: int,
     seed: int = 0,
     engines: Engines = REFERENCE,
-    on_progress: Callable[[str, int, int], None] | None = None,
+    on_progress: Progress | None = None,
 ) -> SpeedResult:
     """Decode every prompt plainly and with every draft.
 

@@ -9,7 +9,7 @@ compared here: see `BenchResult`. Entry point: `bench`.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,12 +23,12 @@ from dspine_probe.drafts import Draft
 from dspine_probe.errors import UsageError
 from dspine_probe.experiments.bench.costs import PassCosts, pass_costs
 from dspine_probe.experiments.bench.result import PLAIN, BatchRun, BenchResult
+from dspine_probe.experiments.progress import Progress
 from dspine_probe.prompts import Prompt
 from dspine_probe.sampling import GREEDY, Sampling, generators
 from dspine_probe.target import Target
 
 _WARM_UP_TOKENS = 4
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)

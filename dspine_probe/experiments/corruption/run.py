@@ -6,7 +6,7 @@ is given all conditions. Nothing is averaged here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -32,10 +32,10 @@ from dspine_probe.experiments.corruption.protocols import (
 )
 from dspine_probe.experiments.corruption.scores import Fields, Key, Sheets, join
 from dspine_probe.experiments.corruption.substitutes import ZERO
+from dspine_probe.experiments.progress import Progress
 from dspine_probe.hooks import HookedDraft
 from dspine_probe.target import Target
 
-Progress = Callable[[str, int, int], None]
 StandIns = Mapping[str, Sequence[Int[Tensor, "n"]]]
 
 

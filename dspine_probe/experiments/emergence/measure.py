@@ -11,7 +11,7 @@ Entry point: `emergence`. The result type is in `result.py`, the readers in `rea
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,6 @@ from dspine_probe.experiments.emergence.readers import (
     TranslatorConfig,
     code_scores,
     count_scores,
-    fast_matmul,
     label_ranks,
     lens,
     ranks,
@@ -42,11 +41,12 @@ from dspine_probe.experiments.emergence.readings import (
     read_draft,
 )
 from dspine_probe.experiments.emergence.result import EmergenceResult, Measured, tabulate
+from dspine_probe.experiments.precision import fast_matmul
+from dspine_probe.experiments.progress import Progress
 from dspine_probe.experiments.results import plain
 from dspine_probe.experiments.splits import Split, split_prompts
 from dspine_probe.hooks import HookedDraft
 
-Progress = Callable[[str, int, int], None]
 TRAINED, SHUFFLED, UNTRAINED, ATTENTION_CUT, BLOCK_CUT = (
     "trained",
     "shuffled labels",

@@ -11,8 +11,7 @@ counts as a miss in every reader.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -152,17 +151,6 @@ def count_scores(
             if second >= 0 and first in place:
                 counts[place[first], second] += 1
     return counts[which]
-
-
-@contextmanager
-def fast_matmul() -> Iterator[None]:
-    """Let fp32 products use bf16 or TF32 units where the machine has them; sums and results stay fp32."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def _proposable(states: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ blocks and answers. Entry point: `gates`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,10 +41,10 @@ from dspine_probe.experiments.gates.table import (
     walk_rows,
 )
 from dspine_probe.experiments.gates.token_kinds import kinds_of
+from dspine_probe.experiments.progress import Progress, silent
 from dspine_probe.experiments.stats import RESAMPLES
 from dspine_probe.hooks import HookedDraft
 
-Progress = Callable[[str, int, int], None]
 SKIPPED = {
     "other architectures": "gates are DSpine's alone",
     "peak over layers": "layers are reported side by side; none is claimed to be the strongest",
@@ -85,7 +85,7 @@ def gates(
     Raises:
         UsageError: no draft, one without gates, an unknown clamp, or an arena of other taps or slots.
     """
-    config, report, began = config or GatesConfig(), on_progress or _silent, time.perf_counter()
+    config, report, began = config or GatesConfig(), on_progress or silent, time.perf_counter()
     if not drafts:
         raise UsageError("there is no draft whose gates could be read; give at least one DSpine.")
     draws = Draws.of(arena, seed=config.seed, resamples=config.resamples)
@@ -180,7 +180,3 @@ def _refuse_misfit(name: str, draft: DSpine, arena: Arena) -> None:
             f"the arena holds {given} tap values a token and {name!r} reads {read}; build it with the taps "
             f"{list(draft.config.target_layer_ids)}."
         )
-
-
-def _silent(_stage: str, _done: int, _total: int) -> None:
-    pass

@@ -24,7 +24,6 @@ from dspine_probe.drafts import Draft
 from dspine_probe.errors import UsageError
 from dspine_probe.experiments.arena import Arena
 from dspine_probe.experiments.contrast import Draws, Scores
-from dspine_probe.experiments.emergence.readers import fast_matmul
 from dspine_probe.experiments.injection_depth.arms import MARKOV, Arm, ArmModule, build
 from dspine_probe.experiments.injection_depth.block_pass import FIRST_SLOT, refuse_leak
 from dspine_probe.experiments.injection_depth.reading import Question
@@ -40,11 +39,12 @@ from dspine_probe.experiments.injection_depth.table import (
     mixed,
     tabulate,
 )
+from dspine_probe.experiments.precision import fast_matmul
+from dspine_probe.experiments.progress import Progress, silent
 from dspine_probe.experiments.results import plain
 from dspine_probe.target import Target
 from dspine_probe.training.anchors import Batch
 
-Progress = Callable[[str, int, int], None]
 Found = dict[Condition, Scores]
 
 
@@ -99,7 +99,7 @@ def injection_depth(
     with fast_matmul(), torch.no_grad():
         for name, draft in drafts.items():
             reader = _Reader(draft, injectors[name], target, config)
-            tell = partial(on_progress or _silent, name)
+            tell = partial(on_progress or silent, name)
             found[name] = reader.all(arena, tell)
     layers = next(iter(drafts.values())).config.num_hidden_layers
     return InjectionDepthResult(
@@ -218,7 +218,3 @@ def _about(draft: Draft, injectors: InjectorSet) -> dict[str, Any]:
         "rank": injectors.codes.rank,
         "arms": {name: {k: record[k] for k in kept} for name, record in injectors.records.items()},
     }
-
-
-def _silent(_draft: str, _done: int, _total: int) -> None:
-    pass

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,12 @@ from dspine_probe.experiments.injection_depth.batches import BlockSource, Draw
 from dspine_probe.experiments.injection_depth.block_pass import BlockPass, refuse_leak
 from dspine_probe.experiments.injection_depth.injectors import Codes
 from dspine_probe.experiments.injection_depth.store import InjectorSet, draft_fingerprint, save_arm, trained
+from dspine_probe.experiments.progress import Progress, silent
 from dspine_probe.files import write_atomically
 from dspine_probe.target import Target
 from dspine_probe.training.features import FeatureStore
 from dspine_probe.training.validation import split
 
-Report = Callable[[str, int, int], None]
 _TRIALS = "trials.json"
 _WARMUP, _CLIP = 0.05, 1.0
 _CHECKS = 4
@@ -95,7 +95,7 @@ def train_injectors(
     folder: str | Path,
     plan: InjectionPlan | None = None,
     *,
-    on_progress: Report | None = None,
+    on_progress: Progress | None = None,
 ) -> InjectorSet:
     """Train every arm of the plan that `folder` does not hold yet.
 
@@ -123,10 +123,10 @@ def train_arms(
     plan: InjectionPlan,
     groups: Mapping[str, Sequence[Arm]],
     *,
-    on_progress: Report | None = None,
+    on_progress: Progress | None = None,
 ) -> InjectorSet:
     """`train_injectors` for arms of one's own choice, those of a group side by side."""
-    shop = _Workshop(draft, target, store, Path(folder), plan, on_progress or _silent)
+    shop = _Workshop(draft, target, store, Path(folder), plan, on_progress or silent)
     for group, arms in groups.items():
         shop.finish(group, arms)
     return InjectorSet.load(
@@ -174,7 +174,7 @@ class _Workshop:
         store: FeatureStore,
         folder: Path,
         plan: InjectionPlan,
-        report: Report,
+        report: Progress,
     ) -> None:
         self.plan, self.folder, self.report = plan, folder, report
         self.rank, self.message = plan.sizes(draft)
@@ -332,7 +332,3 @@ def _share(step: int, steps: int) -> float:
     if step < warmup:
         return (step + 1) / warmup
     return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
-
-
-def _silent(_stage: str, _done: int, _total: int) -> None:
-    pass

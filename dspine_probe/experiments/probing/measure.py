@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import pandas as pd
@@ -54,10 +54,10 @@ from dspine_probe.experiments.probing.table import (
     Measurements,
     tabulate,
 )
+from dspine_probe.experiments.progress import Progress, silent
 from dspine_probe.experiments.results import plain
 from dspine_probe.experiments.stats import RESAMPLES
 
-Progress = Callable[[str, int, int], None]
 SKIPPED = {
     "shuffled labels": "the control task asks for more: a label that is fixed for every anchor type",
     "intervention": "decodable is all that is claimed; gates and corruption intervene",
@@ -119,7 +119,7 @@ def probing(
         raise UsageError("there is no draft to probe; give at least one.")
     draws = Draws.of(arena, seed=config.seed, resamples=config.resamples)
     found = {
-        name: _Study(name, draft, arena, config, on_progress or _silent).run()
+        name: _Study(name, draft, arena, config, on_progress or silent).run()
         for name, draft in drafts.items()
     }
     return ProbingResult(
@@ -244,7 +244,3 @@ def _held_types(types: Int[Tensor, "row"], share: float, generator: torch.Genera
     kinds = types.unique()
     held = kinds[torch.randperm(len(kinds), generator=generator)[: round(share * len(kinds))]]
     return torch.isin(types, held)
-
-
-def _silent(_draft: str, _done: int, _total: int) -> None:
-    pass

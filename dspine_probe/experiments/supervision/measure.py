@@ -9,7 +9,7 @@ rounds in a set, then the unweighted mean of the sets. `supervision` measures fi
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from dspine_probe.drafts.checkpoint import load_draft
 from dspine_probe.errors import UsageError
 from dspine_probe.experiments.arena import Arena
 from dspine_probe.experiments.contrast import Draws
+from dspine_probe.experiments.progress import Progress
 from dspine_probe.experiments.stats import RESAMPLES
 from dspine_probe.experiments.supervision.arms import ArmRun, Runs
 from dspine_probe.experiments.supervision.logs import curve, refuse_unlike, run_settings
@@ -36,7 +37,6 @@ from dspine_probe.target import Target
 from dspine_probe.training.intermediate import load_readouts
 from dspine_probe.transfer import TransferSpace, codes_from_projection
 
-Progress = Callable[[str, int, int], None]
 DRAFTS = "drafts"
 SKIPPED = {
     "sign-flip test": "paired bootstrap over prompts, and a t-interval over seeds",
