@@ -6,6 +6,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from dspine_probe.cli_options import bars_on_stderr, load_one, load_target
+
 
 def evaluate(
     draft: Annotated[
@@ -26,18 +28,14 @@ def evaluate(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the bootstrap.")] = 0,
 ) -> None:
     """Measure how many tokens a round of greedy speculative decoding commits, exactly and offline, in fp32."""
-    import torch
-
-    from dspine_probe.drafts.checkpoint import load_draft
     from dspine_probe.experiments import evaluation
-    from dspine_probe.experiments.console import StageBars, acceptance_table
+    from dspine_probe.experiments.console import acceptance_table
     from dspine_probe.prompts import load_all_prompts
-    from dspine_probe.target import Target
 
     rows = load_all_prompts(prompts or ["lab"], limit=limit)
-    answering = Target.load(target, device="cuda" if torch.cuda.is_available() else "cpu")
-    drafts = {name: load_draft(name, answering) for name in draft}
-    with StageBars(Console(stderr=True)) as bars:
+    answering = load_target(target)
+    drafts = {name: load_one(name, answering) for name in draft}
+    with bars_on_stderr() as bars:
         result = evaluation.evaluate(
             answering,
             drafts,

@@ -121,9 +121,10 @@ def injection_command(
         raise UsageError("training needs a folder of its own; name it with --injectors.")
     config = InjectionConfig(fast=fast, seed=seed, shares=() if fast else InjectionConfig().shares)
     with bars_on_stderr() as bars:
-        for name, one in loaded.items() if features else ():
-            plan, store = InjectionPlan(blocks=blocks), FeatureStore.open(*features or ())
-            train_injectors(one, answering, store, folder / name, plan, on_progress=bars.show)
+        if features:
+            plan, store = InjectionPlan(blocks=blocks), FeatureStore.open(*features)
+            for name, one in loaded.items():
+                train_injectors(one, answering, store, folder / name, plan, on_progress=bars.show)
         sets = {name: InjectorSet.load(folder / name, one, answering) for name, one in loaded.items()}
         field = arena_of(answering, loaded, prompts, limit, max_new_tokens, anchors, arena, seed, bars)
         result = injection_depth(loaded, sets, answering, field, config=config, on_progress=bars.show)
@@ -162,7 +163,7 @@ def supervision_command(
 
     rates = tuple(lr or [1e-3])
     chosen = experiment.headline_arms() | (experiment.variant_arms() if variants else {})
-    training = TrainConfig(blocks=blocks, sequences=4, anchors=16, lr=rates[0])
+    training = TrainConfig(blocks=blocks, lr=rates[0])
     plan = experiment.ArmsPlan(chosen, training, rates=rates)
     if features:
         store, teacher = FeatureStore.open(*features), bfloat16_target(target)

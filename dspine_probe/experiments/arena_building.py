@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformer_lens.utilities.statistics import derive_generator
 
 from dspine_probe.decoding.batch import Completion
 from dspine_probe.errors import UsageError
 from dspine_probe.experiments.arena import Arena
-from dspine_probe.experiments.evaluation import answer_prompts
+from dspine_probe.experiments.evaluation import answer_prompts, read_answers, similar_lengths
 from dspine_probe.experiments.progress import Progress, silent
 from dspine_probe.prompts import Prompt
 from dspine_probe.target import Target
@@ -120,19 +119,14 @@ def read_states(
 ) -> list[Answer]:
     """Every answer with the target's tapped and final states, in the order of the prompts."""
     report = on_progress or silent
-    tokens = [torch.tensor([*answer.prompt_ids, *answer.response_ids]) for answer in answers]
-    order = sorted(range(len(tokens)), key=lambda i: len(tokens[i]))
     found: dict[int, Answer] = {}
-    for start in range(0, len(order), batch_size):
-        part = order[start : start + batch_size]
-        # Causal attention never looks right, so padding needs no mask.
-        padded = pad_sequence([tokens[i] for i in part], batch_first=True).to(target.device)
-        states = target.hidden_states(padded, taps)
-        for row, i in enumerate(part):
-            tapped, final = (x[row, : len(tokens[i])].cpu() for x in (states.taps, states.final))
-            found[i] = Answer(prompts[i].id, tokens[i], len(answers[i].prompt_ids), tapped, final)
-        report(STATES, len(found), len(order))
-    return [found[i] for i in range(len(tokens))]
+    for part in similar_lengths(answers, batch_size):
+        sequences, states = read_answers(target, [answers[i] for i in part], taps)
+        for i, tokens, tapped, final in zip(part, sequences, states.taps, states.final, strict=True):
+            length, begins = len(tokens), len(answers[i].prompt_ids)
+            found[i] = Answer(prompts[i].id, tokens, begins, tapped[:length].cpu(), final[:length].cpu())
+        report(STATES, len(found), len(answers))
+    return [found[i] for i in range(len(answers))]
 
 
 def _choose(row: Answer, slots: int, most: int, generator: torch.Generator) -> Int[Tensor, "anchor"]:

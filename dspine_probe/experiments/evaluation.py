@@ -22,7 +22,7 @@ from dspine_probe.errors import UsageError
 from dspine_probe.experiments.acceptance import AcceptanceResult, RequestCounts, measure
 from dspine_probe.experiments.progress import Progress, silent
 from dspine_probe.prompts import Prompt
-from dspine_probe.target import Target
+from dspine_probe.target import Target, TargetStates
 
 ANSWERS, WALKS = "answers", "walks"
 
@@ -122,7 +122,7 @@ def accept(
     found: dict[tuple[str, int], RequestCounts] = {}
     by_draft: Iterable[tuple[str, Sequence[Answer]]]
     walked = 0
-    for part in _batches(answers, batch_size):
+    for part in similar_lengths(answers, batch_size):
         if states is None:
             by_draft = tapped(target, drafts, [answers[i] for i in part])
         else:
@@ -147,7 +147,7 @@ def accept(
     return AcceptanceResult(requests, config, seed)
 
 
-def _batches(answers: Sequence[Completion], batch_size: int) -> Iterator[list[int]]:
+def similar_lengths(answers: Sequence[Completion], batch_size: int) -> Iterator[list[int]]:
     """Sequences of similar length together, so that one long prompt does not pad many short ones."""
     order = sorted(
         range(len(answers)), key=lambda i: len(answers[i].prompt_ids) + len(answers[i].response_ids)
@@ -156,15 +156,23 @@ def _batches(answers: Sequence[Completion], batch_size: int) -> Iterator[list[in
         yield order[start : start + batch_size]
 
 
+def read_answers(
+    target: Target, answers: Sequence[Completion], taps: Sequence[int]
+) -> tuple[list[Int[Tensor, "n"]], TargetStates]:
+    """Tokens of every answer, its prompt's first, and the target's states at them, padded on the right."""
+    tokens = [torch.tensor([*answer.prompt_ids, *answer.response_ids]) for answer in answers]
+    # Causal attention never looks right, so padding needs no mask.
+    padded = pad_sequence(tokens, batch_first=True).to(target.device)
+    return tokens, target.hidden_states(padded, taps)
+
+
 def tapped(
     target: Target, drafts: Mapping[str, Draft], answers: Sequence[Completion]
 ) -> Iterator[tuple[str, list[TappedAnswer]]]:
     """For each draft the answers with the states it reads, from one pass of the target over all taps in use."""
     taps = sorted({tap for draft in drafts.values() for tap in draft.config.target_layer_ids})
-    sequences = [torch.tensor(answer.prompt_ids + answer.response_ids) for answer in answers]
-    # Causal attention never looks right, so padding needs no mask.
-    states = target.hidden_states(pad_sequence(sequences, batch_first=True).to(target.device), taps).taps
-    by_tap = dict(zip(taps, states.split(target.hidden_size, dim=-1), strict=True))
+    sequences, states = read_answers(target, answers, taps)
+    by_tap = dict(zip(taps, states.taps.split(target.hidden_size, dim=-1), strict=True))
     for name, draft in drafts.items():
         read = torch.cat([by_tap[tap] for tap in draft.config.target_layer_ids], dim=-1)
         yield (
