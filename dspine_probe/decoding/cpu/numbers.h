@@ -1,4 +1,4 @@
-/* Numbers, vectors, and the one step of arithmetic that everything else is made of.
+/* Numbers, vectors, and the arithmetic that everything else is made of.
 
    HALF = 1 stores weights, caches and operands as bfloat16, HALF = 0 as float; sums are always float. Numbers are
    multiplied in words of 32 bits: two bfloat16 that follow each other along the summed axis, or one float. A vector
@@ -35,24 +35,9 @@ typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2), may_a
 
 #define INLINE static inline __attribute__((always_inline))
 
-INLINE float as_float(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-/* sum + weights * operand, the operand's word being the same for all lanes. */
-INLINE vec step(vec sum, vec weights, word operand) {
-#if HALF && defined(__AVX512BF16__)
-    return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)_mm512_set1_epi32((int)operand));
-#elif HALF
-    uints bits = (uints)weights;
-    sum += (vec)(bits << 16) * as_float(operand << 16);
-    return sum + (vec)(bits & 0xffff0000u) * as_float(operand & 0xffff0000u);
-#else
-    return sum + weights * as_float(operand);
-#endif
-}
+/* The bfloat16 at an even and at an odd place of each word, as floats. */
+INLINE vec even(vec words) { return (vec)((uints)words << 16); }
+INLINE vec odd(vec words) { return (vec)((uints)words & 0xffff0000u); }
 
 /* Up to LANES floats; lanes past `left` are 0. */
 INLINE vec load(const float *from, long left) {

@@ -14,6 +14,7 @@
 #include "numbers.h"
 
 enum { AHEAD = 2048 }; /* words fetched ahead; a single row runs faster on the processor's own prefetching */
+enum { CHUNK = 128 };  /* words of operands widened at a time */
 
 typedef struct {
     const word *cells;
@@ -23,18 +24,64 @@ typedef struct {
 INLINE long blocks_of(long outputs) { return (outputs + BLOCK - 1) / BLOCK; }
 INLINE const word *block_at(const Matrix *w, long block) { return w->cells + block * (w->in / PAIR) * BLOCK; }
 
-INLINE void tile(const int rows, const word *a, long stride, const word *cells, long words, float *y, long pitch) {
-    vec sum[TILE][2] = {0};
+INLINE void fetch_ahead(const int rows, const word *cells) {
+    if (rows > 1)
+        for (int line = 0; line < BLOCK; line += 16) __builtin_prefetch(cells + AHEAD + line);
+}
+
+#if HALF && DOT && defined(__AVX512BF16__)
+/* sum[r] += a[r] . cells, two bfloat16 at a time. */
+INLINE void accumulate(const int rows, const word *a, long stride, const word *cells, long words, vec sum[][2]) {
     for (long k = 0; k < words; k++, cells += BLOCK) {
-        vec low = *(const vec *)cells, high = *(const vec *)(cells + LANES);
-        if (rows > 1)
-            for (int line = 0; line < BLOCK; line += 16) __builtin_prefetch(cells + AHEAD + line);
+        __m512bh low = *(const __m512bh *)cells, high = *(const __m512bh *)(cells + LANES);
+        fetch_ahead(rows, cells);
         for (int r = 0; r < rows; r++) {
-            word operand = a[r * stride + k];
-            sum[r][0] = step(sum[r][0], low, operand);
-            sum[r][1] = step(sum[r][1], high, operand);
+            __m512bh operand = (__m512bh)_mm512_set1_epi32((int)a[r * stride + k]);
+            sum[r][0] = (vec)_mm512_dpbf16_ps((__m512)sum[r][0], low, operand);
+            sum[r][1] = (vec)_mm512_dpbf16_ps((__m512)sum[r][1], high, operand);
         }
     }
+}
+#elif HALF
+/* sum[r] += a[r] . cells, in floats: operands are widened once for all outputs, weights once for all rows. */
+INLINE void accumulate(const int rows, const word *a, long stride, const word *cells, long words, vec sum[][2]) {
+    float wide[TILE][PAIR * CHUNK];
+    for (long from = 0; from < words; from += CHUNK) {
+        long some = words - from < CHUNK ? words - from : CHUNK;
+        for (int r = 0; r < rows; r++)
+            for (long i = 0; i < PAIR * some; i += LANES)
+                *(vec *)(wide[r] + i) = fetch((const number *)(a + r * stride + from) + i, PAIR * some - i);
+        for (long k = 0; k < some; k++, cells += BLOCK) {
+            vec low = *(const vec *)cells, high = *(const vec *)(cells + LANES);
+            fetch_ahead(rows, cells);
+            for (int r = 0; r < rows; r++) {
+                float first = wide[r][2 * k], second = wide[r][2 * k + 1];
+                sum[r][0] += even(low) * first;
+                sum[r][1] += even(high) * first;
+                sum[r][0] += odd(low) * second;
+                sum[r][1] += odd(high) * second;
+            }
+        }
+    }
+}
+#else
+/* sum[r] += a[r] . cells */
+INLINE void accumulate(const int rows, const word *a, long stride, const word *cells, long words, vec sum[][2]) {
+    for (long k = 0; k < words; k++, cells += BLOCK) {
+        vec low = *(const vec *)cells, high = *(const vec *)(cells + LANES);
+        fetch_ahead(rows, cells);
+        for (int r = 0; r < rows; r++) {
+            float operand = ((const float *)a)[r * stride + k];
+            sum[r][0] += low * operand;
+            sum[r][1] += high * operand;
+        }
+    }
+}
+#endif
+
+INLINE void tile(const int rows, const word *a, long stride, const word *cells, long words, float *y, long pitch) {
+    vec sum[TILE][2] = {0};
+    accumulate(rows, a, stride, cells, words, sum);
     for (int r = 0; r < rows; r++) {
         *(vec *)(y + r * pitch) = sum[r][0];
         *(vec *)(y + r * pitch + LANES) = sum[r][1];
