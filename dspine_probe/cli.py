@@ -121,7 +121,7 @@ def generate_data(
 
     part = Worker(worker, workers)
     rows = load_prompts(prompts)
-    answering = cli_training.bfloat16_target(target)
+    answering = cli_training.fast_target(target)
     corpus = regenerate(
         answering,
         encode_prompts(answering, rows, boxed_share=boxed_share),
@@ -157,7 +157,7 @@ def synthesize(
     part = Worker(worker, workers)
     sampling = TurnSampling(seed=seed, batch_size=batch_size)
     corpus = synthesize(
-        cli_training.bfloat16_target(target),
+        cli_training.fast_target(target),
         folder,
         token_budget=tokens,
         max_new_tokens=max_new_tokens,

@@ -58,11 +58,10 @@ def load(target: str, drafts: Sequence[str]) -> tuple[Target, dict[str, Draft]]:
 
 def load_target(name: str) -> Target:
     """The target in its default dtype, on a GPU where there is one."""
-    import torch
-
+    from dspine_probe.precision import default_device
     from dspine_probe.target import Target
 
-    return Target.load(name, device="cuda" if torch.cuda.is_available() else "cpu")
+    return Target.load(name, device=default_device())
 
 
 def load_one(folder: str | Path, target: Target) -> Draft:

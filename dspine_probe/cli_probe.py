@@ -155,18 +155,19 @@ def supervision_command(
     seed: Seed = 0,
 ) -> None:
     """Supervise a DFlash's intermediate layers by nothing, codes or tokens, and compare acceptance."""
-    from dspine_probe.cli_training import bfloat16_target
+    from dspine_probe.cli_training import fast_target
     from dspine_probe.experiments import supervision as experiment
     from dspine_probe.plots import supervision as plots
+    from dspine_probe.precision import mixed_precision
     from dspine_probe.training.features import FeatureStore
     from dspine_probe.training.optimization import TrainConfig
 
     rates = tuple(lr or [1e-3])
     chosen = experiment.headline_arms() | (experiment.variant_arms() if variants else {})
-    training = TrainConfig(blocks=blocks, lr=rates[0])
+    training = TrainConfig(blocks=blocks, lr=rates[0], mixed_precision=mixed_precision())
     plan = experiment.ArmsPlan(chosen, training, rates=rates)
     if features:
-        store, teacher = FeatureStore.open(*features), bfloat16_target(target)
+        store, teacher = FeatureStore.open(*features), fast_target(target)
         experiment.train_arms(plan, teacher, store, arms, worker=worker, workers=workers)
     if worker:
         return  # the first process measures, once the others are done

@@ -35,7 +35,7 @@ def features(
     from dspine_probe.training.regenerate import encode_prompts
     from dspine_probe.training.run import cache_features, collect
 
-    model = bfloat16_target(target)
+    model = fast_target(target)
     layers = default_taps(model.num_layers) if taps is None else parse_taps(taps)
     check_taps(layers, model.num_layers)
     known = None if prompts is None else encode_prompts(model, load_prompts(prompts), boxed_share=boxed_share)
@@ -102,6 +102,7 @@ def train(
     """Train a draft; the same command goes on where it was stopped. Several devices: under `accelerate launch`."""
     import torch
 
+    from dspine_probe.precision import mixed_precision
     from dspine_probe.training.features import FeatureStore
     from dspine_probe.training.intermediate import Supervision
     from dspine_probe.training.optimization import TrainConfig
@@ -141,6 +142,7 @@ def train(
         optimizer=optimizer,
         seed=seed,
         save_every=save_every,
+        mixed_precision=mixed_precision(),
         visible_prefix=visible_prefix,
     )
     plan = DraftPlan(
@@ -156,7 +158,7 @@ def train(
     )
     store = FeatureStore.open(*features)
     run = work or output.with_name(output.name + ".run")
-    train_draft(plan, bfloat16_target(target), store, config, run, output, reports=Reports(log, checked))
+    train_draft(plan, fast_target(target), store, config, run, output, reports=Reports(log, checked))
     typer.echo(f"checkpoint in {output}")
 
 
@@ -170,11 +172,10 @@ def parse_taps(text: str) -> tuple[int, ...]:
         raise UsageError(f"--taps {text!r} is not a list of block numbers; write it as 1,8,15.") from None
 
 
-def bfloat16_target(name: str) -> "Target":
-    """The target in the dtype that data and training use, on a GPU where there is one."""
-    import torch
-
+def fast_target(name: str) -> "Target":
+    """The target in the dtype that is fastest here, on a GPU where there is one: for data and training."""
+    from dspine_probe.precision import default_device, fast_dtype
     from dspine_probe.target import Target
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return Target.load(name, dtype=torch.bfloat16, device=device)
+    device = default_device()
+    return Target.load(name, dtype=fast_dtype(device), device=device)

@@ -33,9 +33,11 @@ class Batch:
     real: Bool[Tensor, "batch anchor"]
     visible: Int[Tensor, "block draft_slot"] | None = None
 
-    def to(self, device: torch.device) -> Batch:
-        """The same batch on another device."""
+    def to(self, device: torch.device, states: torch.dtype | None = None) -> Batch:
+        """The same batch on another device, the target's states in another dtype if one is given."""
         moved = {name: t.to(device, non_blocking=True) for name, t in vars(self).items() if t is not None}
+        if states is not None:
+            moved |= {name: moved[name].to(states) for name in ("taps", "teacher")}
         return replace(self, **moved)
 
 

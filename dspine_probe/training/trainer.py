@@ -124,7 +124,7 @@ def _step(
     for batch in batches:
         # Gradients are averaged over processes, so each contributes its sum times their number.
         scaled = replace(batch, weight=batch.weight * (accelerator.num_processes / weight.cpu())).to(
-            accelerator.device
+            accelerator.device, torch.float32 if accelerator.mixed_precision == "no" else None
         )
         outcome = model(scaled, Progress(step, total, generator))
         accelerator.backward(outcome.loss)

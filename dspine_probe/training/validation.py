@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from dspine_probe.drafts import Draft
+from dspine_probe.precision import fast_autocast
 from dspine_probe.training.anchors import valid_anchors
 from dspine_probe.training.features import FeatureStore
 
@@ -63,7 +64,8 @@ def _accepted(
 ) -> Int[Tensor, "anchor"]:
     """Length of the right prefix of each block."""
     device_type = taps.device.type
-    with torch.autocast(device_type, torch.bfloat16, enabled=taps.dtype == torch.bfloat16):
-        drafted = draft.draft_greedy(draft.encode_context(taps[None]), tokens[anchors][None], anchors[None])
+    with fast_autocast(device_type):
+        context = draft.encode_context(taps[None].to(draft.fc.weight.dtype))
+        drafted = draft.draft_greedy(context, tokens[anchors][None], anchors[None])
     labels = tokens[anchors[:, None] + torch.arange(1, drafted.shape[1] + 1, device=tokens.device)]
     return (drafted == labels).long().cumprod(dim=-1).sum(dim=-1).cpu()

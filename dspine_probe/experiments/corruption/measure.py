@@ -39,8 +39,8 @@ from dspine_probe.experiments.corruption.substitutes import (
     substitutes,
 )
 from dspine_probe.experiments.corruption.table import PREDECESSOR, Row, Tabulator, acceptance_rows
-from dspine_probe.experiments.precision import fast_matmul
 from dspine_probe.experiments.results import plain
+from dspine_probe.precision import fast_matmul
 from dspine_probe.target import Target
 
 _SKIPPED = {

@@ -41,11 +41,11 @@ from dspine_probe.experiments.emergence.readings import (
     read_draft,
 )
 from dspine_probe.experiments.emergence.result import EmergenceResult, Measured, tabulate
-from dspine_probe.experiments.precision import fast_matmul
 from dspine_probe.experiments.progress import Progress
 from dspine_probe.experiments.results import plain
 from dspine_probe.experiments.splits import Split, split_prompts
 from dspine_probe.hooks import HookedDraft
+from dspine_probe.precision import fast_matmul
 
 TRAINED, SHUFFLED, UNTRAINED, ATTENTION_CUT, BLOCK_CUT = (
     "trained",

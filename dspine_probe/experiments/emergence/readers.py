@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from dspine_probe.drafts import Draft, DSpine
 from dspine_probe.errors import ProbeError
+from dspine_probe.precision import fast_autocast
 
 Score = Callable[[Float[Tensor, "row d_model"]], Float[Tensor, "row draft_vocab"]]
 _ROWS = 1024
@@ -168,7 +169,7 @@ def _loss(read: Score, states: Tensor, labels: Tensor) -> float:
 
 
 def _cross_entropy(read: Score, states: Tensor, labels: Tensor, reduction: str) -> Tensor:
-    with torch.autocast(states.device.type, torch.bfloat16):
+    with fast_autocast(states.device.type):
         scores = read(states)
     return functional.cross_entropy(scores.float(), labels, reduction=reduction)
 

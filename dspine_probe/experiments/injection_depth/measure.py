@@ -39,9 +39,9 @@ from dspine_probe.experiments.injection_depth.table import (
     mixed,
     tabulate,
 )
-from dspine_probe.experiments.precision import fast_matmul
 from dspine_probe.experiments.progress import Progress, silent
 from dspine_probe.experiments.results import plain
+from dspine_probe.precision import fast_matmul
 from dspine_probe.target import Target
 from dspine_probe.training.anchors import Batch
 

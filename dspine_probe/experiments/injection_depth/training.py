@@ -29,6 +29,7 @@ from dspine_probe.experiments.injection_depth.injectors import Codes
 from dspine_probe.experiments.injection_depth.store import InjectorSet, draft_fingerprint, save_arm, trained
 from dspine_probe.experiments.progress import Progress, silent
 from dspine_probe.files import write_atomically
+from dspine_probe.precision import fast_autocast, fast_dtype
 from dspine_probe.target import Target
 from dspine_probe.training.features import FeatureStore
 from dspine_probe.training.validation import split
@@ -274,7 +275,7 @@ class _Workshop:
         return loss, (scores.argmax(dim=-1) == labels).sum() / count
 
     def _fast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, torch.bfloat16)
+        return fast_autocast(self.device.type)
 
     def _source(self, store: FeatureStore, indices: Sequence[int]) -> BlockSource:
         plan = self.plan
@@ -317,12 +318,12 @@ class _Workshop:
 
 
 def _frozen(draft: Draft) -> Draft:
-    """A copy that nothing trains, its matrices in bf16 so that autocast need not cast them again at every call."""
-    copy = borrowed(draft)
-    copy.head = copy.head.to(torch.bfloat16)
+    """A copy that nothing trains, its matrices in the dtype they are multiplied in, lest every call cast them."""
+    copy, dtype = borrowed(draft), fast_dtype(draft.head.device.type)
+    copy.head = copy.head.to(dtype)
     for module in copy.modules():
         if isinstance(module, nn.Linear):
-            module.to(torch.bfloat16)
+            module.to(dtype)
     return copy.requires_grad_(False)
 
 
