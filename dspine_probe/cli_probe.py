@@ -6,6 +6,7 @@ anchors. `--arena FOLDER` keeps it, so that the next command need not answer the
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -91,6 +92,13 @@ def injection_command(
     ] = None,
     features: Features = None,
     blocks: Annotated[int, typer.Option(min=1, help="Blocks that each injector is trained on.")] = 15_360,
+    group: Annotated[
+        list[str] | None, typer.Option(help="Train only this group of arms; repeat for more. [default: all]")
+    ] = None,
+    rate: Annotated[
+        list[float] | None,
+        typer.Option(help="Peak learning rate; repeat to choose one for each arm by short runs."),
+    ] = None,
     target: TargetName = "embedded",
     prompts: Prompts = ["lab"],
     limit: Limit = None,
@@ -122,7 +130,9 @@ def injection_command(
     config = InjectionConfig(fast=fast, seed=seed, shares=() if fast else InjectionConfig().shares)
     with bars_on_stderr() as bars:
         if features:
-            plan, store = InjectionPlan(blocks=blocks), FeatureStore.open(*features)
+            plan = InjectionPlan(blocks=blocks)
+            plan = replace(plan, groups=tuple(group or plan.groups), rates=tuple(rate or plan.rates))
+            store = FeatureStore.open(*features)
             for name, one in loaded.items():
                 train_injectors(one, answering, store, folder / name, plan, on_progress=bars.show)
         sets = {name: InjectorSet.load(folder / name, one, answering) for name, one in loaded.items()}

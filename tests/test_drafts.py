@@ -11,8 +11,8 @@ from toy import BLOCK, D_MODEL, TAPS, VOCAB, seeded, toy_config, toy_draft, toy_
 
 from dspine_probe.config import DraftConfig, DSpineConfig, default_taps
 from dspine_probe.drafts import DFlash, DSpine
-from dspine_probe.drafts.backbone import BlockBias, rotary_tables, rotate
 from dspine_probe.drafts.dspine import TruePredecessors
+from dspine_probe.drafts.layers import BlockBias, rotary_tables, rotate
 from dspine_probe.drafts.transition import TransitionCache
 from dspine_probe.errors import UsageError
 

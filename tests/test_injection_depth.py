@@ -18,10 +18,11 @@ from dspine_probe.experiments.injection_depth.batches import BlockSource, Draw
 from dspine_probe.experiments.injection_depth.block_pass import BlockPass, every_slot, one_slot
 from dspine_probe.experiments.injection_depth.injectors import Codes
 from dspine_probe.experiments.injection_depth.measure import InjectionConfig, injection_depth
+from dspine_probe.experiments.injection_depth.plan import InjectionPlan
 from dspine_probe.experiments.injection_depth.result import InjectionDepthResult
 from dspine_probe.experiments.injection_depth.store import InjectorSet
 from dspine_probe.experiments.injection_depth.table import FLOOR, NO_OP, TRUE, family, spearman
-from dspine_probe.experiments.injection_depth.training import InjectionPlan, train_arms, train_injectors
+from dspine_probe.experiments.injection_depth.training import train_arms, train_injectors
 from dspine_probe.plots.injection_depth import by_depth, by_reliability
 from dspine_probe.prompts import Prompt
 from dspine_probe.training.features import FeatureMeta, FeatureStore

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformer_lens.hook_points import HookPoint
 
 from dspine_probe.drafts import Context, Draft, DSpine
-from dspine_probe.drafts.backbone import Block
+from dspine_probe.drafts.layers import Block
 from dspine_probe.errors import UsageError
 from dspine_probe.hooks import HookedDraft
 

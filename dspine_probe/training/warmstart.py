@@ -14,7 +14,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from dspine_probe.drafts.backbone import Backbone, Block
+from dspine_probe.drafts.backbone import Backbone
+from dspine_probe.drafts.layers import Block
 from dspine_probe.errors import UsageError
 from dspine_probe.target import Target
 

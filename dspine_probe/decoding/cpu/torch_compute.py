@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dspine_probe.decoding.cpu.compute import Geometry, Layer, Rotary, Span, Spine
-from dspine_probe.drafts.backbone import rotate
+from dspine_probe.drafts.layers import rotate
 from dspine_probe.drafts.transition import TransitionCache
 
 

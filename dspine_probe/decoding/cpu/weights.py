@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dspine_probe.decoding.cpu.compute import Geometry, Layer, Rotary, Spine
 from dspine_probe.decoding.lean import check_supported
 from dspine_probe.drafts import Draft, DSpine
-from dspine_probe.drafts.backbone import rotary_tables
+from dspine_probe.drafts.layers import rotary_tables
 from dspine_probe.errors import UsageError
 from dspine_probe.target import Target
 

@@ -18,7 +18,7 @@ from dspine_probe.experiments.claim import Claim
 from dspine_probe.experiments.stats import Estimate
 from dspine_probe.sampling import GREEDY
 
-COMMAND = "dspine-probe bench"
+COMMAND = "dspine-probe probe speed"
 ACCOUNTED = 0.92
 """Share of the predicted speedup below which the passes do not account for the time measured."""
 

@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from dspine_probe.drafts import Context, Draft, DSpine
-from dspine_probe.drafts.backbone import BlockBias, Rotary
+from dspine_probe.drafts.layers import BlockBias, Rotary
 from dspine_probe.errors import UsageError
 from dspine_probe.training.anchors import Batch
 

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from transformer_lens.utilities.statistics import derive_generator
 
 from dspine_probe.drafts import Draft
-from dspine_probe.drafts.backbone import Block, RMSNorm, rotary_tables
+from dspine_probe.drafts.layers import Block, RMSNorm, rotary_tables
 from dspine_probe.experiments.injection_depth.block_pass import BlockPass, Sites
 from dspine_probe.transfer import TransferSpace
 
