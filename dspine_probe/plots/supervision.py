@@ -73,7 +73,7 @@ def curves(result: SupervisionResult) -> FigureBlock:
     figure.update_yaxes(title_text="tokens per anchor", row=1, col=1)
     return FigureBlock(
         layout(figure, height=420),
-        "Has the order of the arms settled?",
+        "How the order of the arms settled",
         "Tokens a draft would commit from fixed anchors of held-out training sequences, at every saved state; not the "
         "acceptance length of decoding, which skips anchors. No intervals: the same few anchors throughout.",
         " ".join(_describe_settling(result, arm) for arm in result.arms if arm != BASE),
@@ -100,7 +100,7 @@ def cosines(result: SupervisionResult) -> FigureBlock:
     rows = result.table[result.table["metric"].str.startswith("cosine, ") & (result.table["seed"] == ALL)]
     return FigureBlock(
         layout(figure, height=420),
-        "Does the stream point at the label's code?",
+        "How far the stream points at the label's code",
         f"Mean over slots, sets and seeds; bars are 95 % intervals over n = {int(rows['prompts'].max())} prompts. "
         "Own readouts exist only for layers that were supervised with codes. The fitted readout is asked for the "
         "deviation from the mean code, so that knowing the frequent tokens earns nothing.",
