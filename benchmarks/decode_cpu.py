@@ -209,8 +209,7 @@ def main(
     spine = drafts[TRIMMED]
     assert isinstance(spine, DSpine)
     drafts[FULL] = untrimmed(spine, target)
-    texts = [prompt.text for prompt in load_prompts(prompts)]
-    encoded = [target.encode_chat(text) for text in texts[:: max(1, len(texts) // count)][:count]]
+    encoded = [target.encode_chat(prompt.text) for prompt in load_prompts(prompts, limit=count)]
     result: dict[str, Any] = {
         "command": " ".join(["python", *sys.argv]),
         "commit": commit(),

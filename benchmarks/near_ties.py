@@ -55,8 +55,7 @@ def main(
 ) -> None:
     """List the divergences and write the result."""
     target = Target.load(dtype=torch.bfloat16)
-    texts = [prompt.text for prompt in load_prompts(prompts)]
-    encoded = [target.encode_chat(text) for text in texts[:: max(1, len(texts) // count)][:count]]
+    encoded = [target.encode_chat(prompt.text) for prompt in load_prompts(prompts, limit=count)]
     exact = FastCpu(torch.float32)
     rounded = FastCpu(torch.bfloat16, native=False if use_torch else None)
     fp32 = answer(target, None, encoded, limit, exact)
