@@ -28,7 +28,7 @@ from dspine_probe.machine import look
 from dspine_probe.prompts import load_prompts
 from dspine_probe.target import Target
 
-RESULT = Path(__file__).parent / "results" / "near_ties.json"
+RESULTS = Path(__file__).parent / "results"
 Answers = list[tuple[int, ...]]
 
 
@@ -75,7 +75,8 @@ def main(
         "divergences": record,
         "machine": asdict(look()),
     }
-    write_atomically(RESULT, lambda path: path.write_text(json.dumps(result, indent=2) + "\n"))
+    path = RESULTS / f"near_ties{'_torch' * use_torch}.json"
+    write_atomically(path, lambda path: path.write_text(json.dumps(result, indent=2) + "\n"))
     if not all(one["near_tie"] for listed in record.values() for one in listed):
         raise typer.Exit(1)
 

@@ -368,6 +368,10 @@ def test_results_come_back_from_disk_and_speak(result, tmp_path):
     (claim,) = result.claims()
     assert claim.id == "P1" and "no-op" in claim.controls[0].name
     assert any("fine-tuned against parent" in control.name for control in claim.controls)
+    assert not [control for control in claim.controls if control.outcome == "not measured"]
+    alone = dataclasses.replace(result, table=result.table[result.table["protocol"] == "A"])
+    missing = [control.name for control in alone.claims()[0].controls if control.outcome == "not measured"]
+    assert [name.split(" (")[0] for name in missing] == ["protocol B", "protocol C"]
 
 
 @pytest.mark.parametrize("figure", [plots.places, plots.protocols, plots.slots, plots.picks])

@@ -279,6 +279,8 @@ def test_what_is_said_can_be_saved_drawn_and_read_aloud(measured, trained, tmp_p
     assert claim.id == "P2" and any(
         control.name.startswith(NO_OP) and control.passed for control in claim.controls
     )
+    missing = {control.name for control in claim.controls if control.outcome == "not measured"}
+    assert missing == ({"all slots at once, which leaks"} if draft.config.is_causal else {"a causal trunk"})
     for block in (by_depth(again), by_reliability(again)):
         assert len(block.figure.data) >= 1 and "toy" in block.alt and len(block.table)
 

@@ -314,6 +314,7 @@ def test_findings_and_claim_carry_the_numbers_of_the_table(result: SupervisionRe
     assert claim.id == "P3" and claim.holds is None
     assert f"({gain:+.3f} [" in claim.here
     assert ("learning rate chosen for each arm", "one rate for all arms", False) in claim.controls
+    assert ("token-ce 0.1 in its place", "not measured", None) in claim.controls
     assert result.config["skipped"]
 
 

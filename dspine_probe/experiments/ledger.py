@@ -30,7 +30,8 @@ _INTRO = f"""# Claims ledger
 What the DSpine publication (arXiv 2609.36173) claims, and what was measured here. The paper's numbers are its authors';
 ours are on the embedded target and drafts hundreds of times smaller, trained on a CPU. They stand beside each other,
 never in place of each other. Brackets are 95 % intervals. A control that is "open" was reported without a bar to pass,
-or was not measured. This file is written by `{COMMAND}` from `data/results/`; edit those, not this.
+or was not measured. Where several results speak to a claim, each has a row. This file is written by `{COMMAND}` from
+`data/results/`; edit those, not this.
 """
 
 
@@ -101,7 +102,9 @@ def render(filed: Sequence[Filed]) -> str:
         if not mine:
             cells = (published.id, published.claim, published.paper, "not measured", "–", "–")
             lines.append(_row(cells))
-        lines += [_row((c.id, c.claim, c.paper, c.here, VERDICTS[c.holds], _tally(c.controls))) for c in mine]
+        for number, c in enumerate(mine):
+            said = ("", "", "") if number else (c.id, c.claim, c.paper)
+            lines.append(_row((*said, c.here, VERDICTS[c.holds], _tally(c.controls))))
     for published in PUBLISHED:
         lines += _section(published, [one for one in filed if one.claim.id == published.id])
     return "\n".join(lines) + "\n"

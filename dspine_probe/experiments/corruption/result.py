@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import pandas as pd
 
+from dspine_probe.config import DSPINE
 from dspine_probe.experiments.claim import Claim
 from dspine_probe.experiments.corruption.protocols import NOISE, RERUN, ROW, UNEDITED, A, B, C
 from dspine_probe.experiments.corruption.substitutes import MASK, RANK_2
@@ -197,6 +198,15 @@ def _controls(result: CorruptionResult) -> Iterator[tuple[str, str, bool | None]
                     _points(row),
                     result.holds(draft, protocol),
                 )
+    for name in _unmeasured(result):
+        yield name, "not measured", None
+
+
+def _unmeasured(result: CorruptionResult) -> list[str]:
+    """Protocols that could have been run on some of the drafts and were on none."""
+    spines = any(about["architecture"] == DSPINE for about in result.drafts.values())
+    wanted = [B] + [C] * spines
+    return [f"protocol {one} ({_HOW[one]})" for one in wanted if not result.measured(one)]
 
 
 def _slots(row: pd.Series) -> str:

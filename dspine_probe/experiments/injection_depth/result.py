@@ -41,6 +41,19 @@ SKIPPED = {
 }
 
 
+WANTED = {
+    "random codes": "random",
+    "noise in place of codes": "noise",
+    "late injection with an extra MLP": "mlp",
+    "late injection with extra blocks": "blocks",
+    "a late Markov head": MARKOV,
+    "the draft trained along": "unfrozen",
+    "all slots at once, which leaks": "leak",
+    "training on unreliable codes": "rho",
+}
+"""Controls that a full run has, and how the arms they need are named."""
+
+
 @dataclass(frozen=True, eq=False)
 class InjectionDepthResult(TableResult):
     """Table, configuration and provenance; `to_frame`, `select`, `findings`, `claims`, `save`, `load`, `figure`.
@@ -108,8 +121,7 @@ def _findings(result: InjectionDepthResult, draft: str) -> Iterator[str]:
     yield from _edges(result, draft)
     for _, row in _control_rows(result, draft).iterrows():
         yield f"{draft}, control: {row['arm']} = {_points(row)}."
-    wrong = result.rows(draft, CONTRAST, told=RANK_2)
-    for _, row in wrong.iterrows():
+    for row in _wrong(result, draft):
         yield f"{draft}, told the target's second choice: {row['arm']} = {_points(row)}."
     sweep = result.rows(draft, CONTRAST)
     sweep = sweep[sweep["told"].str.startswith("rho")]
@@ -182,6 +194,8 @@ def _claims(result: InjectionDepthResult, draft: str) -> Iterator[Claim]:
         return
     row = rows.iloc[0]
     controls = [(r["arm"], _points(r), _passed(r)) for _, r in _control_rows(result, draft).iterrows()]
+    controls += [("told the target's second choice", _points(r), None) for r in _wrong(result, draft)]
+    controls += [(name, "not measured", None) for name in _unmeasured(result, draft)]
     holds = True if row["low"] > 0 else False if row["high"] < 0 else None
     yield Claim.on(
         "P2",
@@ -190,6 +204,19 @@ def _claims(result: InjectionDepthResult, draft: str) -> Iterator[Claim]:
         holds=holds,
         command=COMMAND,
     )
+
+
+def _wrong(result: InjectionDepthResult, draft: str) -> list[pd.Series]:
+    """Shallow − late when every site is told the target's second choice."""
+    return [row for _, row in result.rows(draft, CONTRAST, told=RANK_2).iterrows()]
+
+
+def _unmeasured(result: InjectionDepthResult, draft: str) -> list[str]:
+    """Controls whose arms are missing, and the trunks that were not tried."""
+    members = [about for name, about in result.drafts.items() if family(name) == family(draft)]
+    arms = [name for about in members for name in about["arms"]]
+    missing = [control for control, mark in WANTED.items() if not any(mark in arm for arm in arms)]
+    return missing + ["a causal trunk"] * (not any(about["causal"] for about in members))
 
 
 def _passed(row: pd.Series) -> bool | None:

@@ -15,6 +15,7 @@ import pandas as pd
 from dspine_probe.experiments.acceptance import MEAN
 from dspine_probe.experiments.claim import Claim
 from dspine_probe.experiments.results import TableResult
+from dspine_probe.experiments.supervision.arms import variant_arms
 from dspine_probe.experiments.supervision.readings import FITTED, FIXED
 from dspine_probe.experiments.supervision.table import ALL, BASE, OVER_SEEDS
 from dspine_probe.training.intermediate import TOKEN_CE
@@ -170,9 +171,10 @@ class SupervisionResult(TableResult):
             yield "order settled", outcome, None if half != half else (half > 0) == (end > 0)
         tuned = set(self.config["rates"]) >= {TOKEN_CE, BASE, COSINE}
         yield "learning rate chosen for each arm", "yes" if tuned else "one rate for all arms", tuned
-        for arm in self.arms:
-            if arm not in (BASE, TOKEN_CE, COSINE):
-                yield f"{arm} in its place", f"{_signed(self._mean(arm, 'al_gain'))}, one seed", None
+        for arm in variant_arms():
+            measured = arm in self.arms
+            outcome = f"{_signed(self._mean(arm, 'al_gain'))}, one seed" if measured else "not measured"
+            yield f"{arm} in its place", outcome, None
         ranks = {
             arm: _listed(self.select(arm=arm, metric="effective_rank", seed=ALL), ".0f")
             for arm in (TOKEN_CE, BASE)
