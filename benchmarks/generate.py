@@ -91,9 +91,7 @@ def main(
     if threads:
         torch.set_num_threads(threads)
     target = Target.load(dtype=torch.bfloat16)
-    texts = [prompt.text for prompt in load_prompts(prompts)]
-    stride = max(1, len(texts) // count)  # every set of the file is met
-    encoded = [target.encode_chat(text) for text in texts[::stride][:count]]
+    encoded = [target.encode_chat(prompt.text) for prompt in load_prompts(prompts, limit=count)]
     runs: dict[str, list[dict[str, float]]] = {"dspine_probe": [], "transformers": []}
     ways: dict[str, Way] = {"dspine_probe": ours, "transformers": theirs}
     for way in ways.values():  # warm up

@@ -8,7 +8,7 @@ DSpine layout stores beside the model.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +88,8 @@ class DraftConfig:
                 f"mask_token_id {self.mask_token_id} lies outside the target's embedding (0…{self.vocab_size - 1}); "
                 "pass the id of an unused row."
             )
+        if not self.target_layer_ids:
+            raise UsageError("target_layer_ids is empty; name at least one target block.")
         check_taps(self.target_layer_ids, self.num_target_layers)
         if (self.architecture == DSPINE) != (self.dspine is not None):
             raise UsageError(f"{DSPINE} needs a dspine_config, and no other architecture takes one.")
@@ -167,17 +169,19 @@ _FLAT_KEYS = (
 )
 
 
-def check_taps(taps: tuple[int, ...], num_target_layers: int) -> None:
-    """Refuse taps that do not name distinct target blocks below the last one, which only exists final-normed."""
-    if not taps:
-        raise UsageError("target_layer_ids is empty; name at least one target block.")
+def check_taps(taps: Sequence[int], num_target_layers: int) -> None:
+    """Refuse taps that are no list of distinct target blocks below the last one, which only exists final-normed.
+
+    Raises:
+        UsageError: naming the taps and the allowed range.
+    """
     if len(set(taps)) != len(taps):
-        raise UsageError(f"target_layer_ids {list(taps)} names a block twice.")
+        raise UsageError(f"taps {list(taps)} repeat a block; name each once.")
     bad = [tap for tap in taps if not 0 <= tap < num_target_layers - 1]
     if bad:
         raise UsageError(
-            f"target_layer_ids {bad} do not fit a target of {num_target_layers} blocks; allowed are 0…"
-            f"{num_target_layers - 2} (the last block is only available after the final norm)."
+            f"taps {bad} do not fit a target of {num_target_layers} blocks; allowed are 0…{num_target_layers - 2} "
+            "(the state after the last block is normed)."
         )
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from dspine_probe.config import check_taps
 from dspine_probe.errors import UsageError
 from dspine_probe.geometry import Geometry
 from dspine_probe.pretrained import EMBEDDED, declared_stop_ids, read_pretrained, refuse_unsupported
@@ -236,20 +237,6 @@ class Target(Geometry):
             )
         if bool((attention_mask[:, 1:] > attention_mask[:, :-1]).any()):
             raise UsageError("the attention mask has padding before a token; pad on the right")
-
-
-def check_taps(taps: Sequence[int], num_layers: int) -> None:
-    """Refuse taps that are no list of distinct layer ids below the last layer.
-
-    Raises:
-        UsageError: naming the tap and the allowed range.
-    """
-    for tap in taps:
-        if not 0 <= tap < num_layers - 1:
-            why = "the last layer, whose state is normed" if tap == num_layers - 1 else "outside the target"
-            raise UsageError(f"tap {tap} is {why}; taps of this target lie in 0..{num_layers - 2}")
-    if len(set(taps)) != len(taps):
-        raise UsageError(f"taps {list(taps)} repeat a layer; name each layer once")
 
 
 def choose_mask_token(target: Target) -> int:

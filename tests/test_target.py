@@ -119,7 +119,8 @@ def test_bfloat16_states_keep_their_type(target: Target) -> None:
 
 @pytest.mark.parametrize(
     ("taps", "words"),
-    [([3], "last layer"), ([4], "outside"), ([-1], "outside"), ([1, 1], "repeat")],
+    [([1, bad], rf"taps \[{bad}\] do not fit a target of 4 blocks; allowed are 0…2") for bad in (3, 4, -1)]
+    + [([1, 1], "repeat")],
 )
 def test_taps_that_do_not_fit_are_refused(target: Target, taps: list[int], words: str) -> None:
     with pytest.raises(UsageError, match=words):
