@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
+from plotly.basedatatypes import BaseTraceType
 from plotly.subplots import make_subplots
 
 from dspine_probe.experiments.corruption.protocols import ROW, TOKEN, A
@@ -32,23 +35,15 @@ def places(result: CorruptionResult, *, protocol: str = A) -> FigureBlock:
     """Change in accuracy by the place of the corrupted token, bars by kind, one panel a draft."""
     rows = _plain(result, protocol, "change")
     rows = rows[(rows["edit"] == ROW) | (rows["site"] == PREDECESSOR) | (protocol != A)]
-    drafts, kinds = _present(rows, "draft"), _present(rows, "kind")
-    order = ["first", *sorted((s for s in _present(rows, "site") if s != "first"), reverse=True)]
-    figure = _panels(drafts)
-    for column, draft in enumerate(drafts, start=1):
-        for index, kind in enumerate(kinds):
-            part = rows[(rows["draft"] == draft) & (rows["kind"] == kind)]
-            figure.add_trace(_bars(part, "site", kind, index, legend=column == 1), row=1, col=column)
-        figure.add_hline(
-            y=PAPER_POINTS,
-            line_dash="dot",
-            line_width=1,
-            annotation_text="paper, Qwen3",
-            annotation_position="bottom left",
-            row=1,
-            col=column,
-        )
-    figure.update_xaxes(categoryorder="array", categoryarray=order, title_text="place of the corrupted token")
+    figure = _panels(rows, "kind", partial(_bars, x="site"))
+    figure.add_hline(
+        y=PAPER_POINTS,
+        line_dash="dot",
+        line_width=1,
+        annotation_text="paper, Qwen3",
+        annotation_position="bottom left",
+    )
+    figure.update_xaxes(title_text="place of the corrupted token", **_far_to_near(rows))
     figure.update_yaxes(title_text="change in accuracy, points", row=1, col=1)
     figure.update_layout(barmode="group")
     return FigureBlock(
@@ -56,7 +51,7 @@ def places(result: CorruptionResult, *, protocol: str = A) -> FigureBlock:
         f"What a wrong token costs, by its place (protocol {protocol})",
         f"Accuracy on the true tokens of {_slots(rows)}, after minus before; 95 % intervals over prompts. The dotted "
         f"line is the paper's number on its own models. {_CHANNEL if protocol == A else ''} {_sizes(rows)}",
-        " ".join(_describe(rows[rows["draft"] == draft], draft) for draft in drafts),
+        _each(_describe, rows),
         rows[_KEYS + _NUMBERS],
     )
 
@@ -67,25 +62,16 @@ def protocols(result: CorruptionResult, *, kind: str = RANK_2) -> FigureBlock:
     rows = rows[
         (rows["kind"] == kind) & rows["edit"].isin([TOKEN, ROW, "message"]) & (rows["site"] != "none")
     ]
-    drafts = _present(rows, "draft")
-    figure = _panels(drafts)
-    for column, draft in enumerate(drafts, start=1):
-        for index, protocol in enumerate(result.data["headline_slots"]):
-            part = rows[(rows["draft"] == draft) & (rows["protocol"] == protocol)]
-            if len(part):
-                seen = protocol in set(rows[rows["draft"].isin(drafts[: column - 1])]["protocol"])
-                trace = _line(part, "site", f"protocol {protocol}", index, legend=not seen)
-                figure.add_trace(trace, row=1, col=column)
-    places = ["first", *sorted((s for s in _present(rows, "site") if s != "first"), reverse=True)]
-    order = {"categoryorder": "array", "categoryarray": places}
-    figure.update_xaxes(title_text="place of the corrupted token", **order)
+    names = {protocol: f"protocol {protocol}" for protocol in result.data["headline_slots"]}
+    figure = _panels(rows, "protocol", partial(_line, x="site"), names)
+    figure.update_xaxes(title_text="place of the corrupted token", **_far_to_near(rows))
     figure.update_yaxes(title_text="change in accuracy, points", row=1, col=1)
     return FigureBlock(
         layout(figure, height=420),
         "The same question by three protocols",
         f"A {kind} token as anchor, in the shown prefix, or as message to the next slot; A is read in slot 1, B and C "
         f"in {_slots(rows[rows['protocol'] != A]) or 'later slots'}. 95 % intervals over prompts. {_sizes(rows)}",
-        " ".join(_describe(rows[rows["draft"] == draft], draft) for draft in drafts),
+        _each(_describe, rows),
         rows[_KEYS + _NUMBERS],
     )
 
@@ -94,20 +80,15 @@ def slots(result: CorruptionResult) -> FigureBlock:
     """How far into the block a wrong anchor reaches: change in accuracy by slot, one line a kind, one panel a draft."""
     rows = result.select(protocol=A, site=PREDECESSOR, subset=ALL, metric="change")
     rows = _single(rows)[lambda r: r["first_slot"] == r["last_slot"]]
-    drafts, kinds = _present(rows, "draft"), _present(rows, "kind")
-    figure = _panels(drafts)
-    for column, draft in enumerate(drafts, start=1):
-        for index, kind in enumerate(kinds):
-            part = rows[(rows["draft"] == draft) & (rows["kind"] == kind)]
-            figure.add_trace(_line(part, "first_slot", kind, index, legend=column == 1), row=1, col=column)
-        figure.update_xaxes(title_text="slot", dtick=1, row=1, col=column)
+    figure = _panels(rows, "kind", partial(_line, x="first_slot"))
+    figure.update_xaxes(title_text="slot", dtick=1)
     figure.update_yaxes(title_text="change in accuracy, points", row=1, col=1)
     return FigureBlock(
         layout(figure, height=420),
         "How far a wrong anchor reaches",
         f"The anchor is replaced and the context left intact; slot k lies k places behind it. 95 % intervals over "
         f"prompts. {_sizes(rows)}",
-        " ".join(_describe_reach(rows[rows["draft"] == draft], draft) for draft in drafts),
+        _each(_describe_reach, rows),
         rows[_KEYS + _NUMBERS],
     )
 
@@ -116,12 +97,7 @@ def picks(result: CorruptionResult) -> FigureBlock:
     """What slot 1 picks before and after its anchor is replaced: the true token, or the target's new answer."""
     rows = pd.concat([_plain(result, A, metric, site=PREDECESSOR) for metric in _PICKS])
     rows = rows[rows["edit"] == TOKEN]
-    drafts = _present(rows, "draft")
-    figure = _panels(drafts)
-    for column, draft in enumerate(drafts, start=1):
-        for index, (metric, name) in enumerate(_PICKS.items()):
-            part = rows[(rows["draft"] == draft) & (rows["metric"] == metric)]
-            figure.add_trace(_bars(part, "kind", name, index, legend=column == 1), row=1, col=column)
+    figure = _panels(rows, "metric", partial(_bars, x="kind"), _PICKS)
     figure.update_yaxes(title_text="share of blocks, %", row=1, col=1)
     figure.update_layout(barmode="group")
     return FigureBlock(
@@ -129,7 +105,7 @@ def picks(result: CorruptionResult) -> FigureBlock:
         "What the draft picks behind a wrong anchor",
         f"Slot 1, by what replaces the anchor. The target's new answer is its own next token in the corrupted text. "
         f"95 % intervals over prompts. {_sizes(rows)}",
-        " ".join(_describe_picks(rows[rows["draft"] == draft], draft) for draft in drafts),
+        _each(_describe_picks, rows),
         rows[_KEYS + _NUMBERS],
     )
 
@@ -148,15 +124,36 @@ def _present(rows: pd.DataFrame, column: str) -> list[str]:
     return list(dict.fromkeys(rows[column]))
 
 
-def _panels(drafts: Sequence[str]) -> go.Figure:
-    return make_subplots(cols=len(drafts), subplot_titles=drafts, shared_yaxes=True, horizontal_spacing=0.06)
+def _panels(
+    rows: pd.DataFrame, by: str, draw: Callable[..., BaseTraceType], names: Mapping[str, str] | None = None
+) -> go.Figure:
+    """One panel a draft, in it one trace for every value of the column `by`; each is once in the legend."""
+    drafts, named = _present(rows, "draft"), set[str]()
+    titles = names or {value: value for value in _present(rows, by)}
+    figure = make_subplots(
+        cols=len(drafts), subplot_titles=drafts, shared_yaxes=True, horizontal_spacing=0.06
+    )
+    for column, draft in enumerate(drafts, start=1):
+        for index, (value, name) in enumerate(titles.items()):
+            part = rows[(rows["draft"] == draft) & (rows[by] == value)]
+            if len(part):
+                trace = draw(part, name=name, index=index, legend=value not in named)
+                figure.add_trace(trace, row=1, col=column)
+                named.add(value)
+    return figure
+
+
+def _far_to_near(rows: pd.DataFrame) -> dict[str, Any]:
+    """Places in the order of the text."""
+    places = sorted((site for site in _present(rows, "site") if site != "first"), reverse=True)
+    return {"categoryorder": "array", "categoryarray": ["first", *places]}
 
 
 def _scaled(rows: pd.DataFrame) -> dict[str, Iterable[float]]:
     return {end: 100 * numbers(rows[end]) for end in ("mean", "low", "high")}
 
 
-def _bars(rows: pd.DataFrame, x: str, name: str, index: int, *, legend: bool) -> go.Bar:
+def _bars(rows: pd.DataFrame, *, x: str, name: str, index: int, legend: bool) -> go.Bar:
     scaled = _scaled(rows)
     return go.Bar(
         x=rows[x].tolist(), y=scaled["mean"], error_y=interval_bars(**scaled), name=name, legendgroup=name,
@@ -165,7 +162,7 @@ def _bars(rows: pd.DataFrame, x: str, name: str, index: int, *, legend: bool) ->
     )  # fmt: skip
 
 
-def _line(rows: pd.DataFrame, x: str, name: str, index: int, *, legend: bool) -> go.Scatter:
+def _line(rows: pd.DataFrame, *, x: str, name: str, index: int, legend: bool) -> go.Scatter:
     scaled = _scaled(rows)
     return go.Scatter(
         x=rows[x].tolist(), y=scaled["mean"], error_y=interval_bars(**scaled), mode="lines+markers", name=name,
@@ -180,6 +177,10 @@ def _slots(rows: pd.DataFrame) -> str:
 
 def _sizes(rows: pd.DataFrame) -> str:
     return f"n = {int(rows['n'].max())} predictions of {int(rows['prompts'].max())} held-out prompts."
+
+
+def _each(describe: Callable[[pd.DataFrame, str], str], rows: pd.DataFrame) -> str:
+    return " ".join(describe(rows[rows["draft"] == draft], draft) for draft in _present(rows, "draft"))
 
 
 def _describe(rows: pd.DataFrame, draft: str) -> str:
