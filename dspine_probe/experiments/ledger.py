@@ -30,8 +30,9 @@ _INTRO = f"""# Claims ledger
 What the DSpine publication (arXiv 2609.36173) claims, and what was measured here. The paper's numbers are its authors';
 ours are on the embedded target and drafts hundreds of times smaller, trained on a CPU. They stand beside each other,
 never in place of each other. Brackets are 95 % intervals. A control that is "open" was reported without a bar to pass,
-or was not measured. Where several results speak to a claim, each has a row. This file is written by `{COMMAND}` from
-`data/results/`; edit those, not this.
+or was not measured. Where several results speak to a claim, each has a row; drafts with a number in their
+name, and what else is not shipped, are made by the commands in [training.md](training.md). This file is written by
+`{COMMAND}` from `data/results/`; edit those, not this.
 """
 
 
