@@ -128,8 +128,7 @@ def _findings(result: InjectionDepthResult, draft: str) -> Iterator[str]:
     if len(sweep):
         parts = "; ".join(f"{row['told']}: {_points(row)}" for _, row in sweep.iterrows())
         yield f"{draft}, shallow − late as fewer codes are true: {parts}."
-    alike = result.rows(draft, DIFFERENCE)
-    alike = alike[alike["arm"].str.contains(rf"rho.*{MINUS}.*rho")]
+    alike = _trained_alike(result, draft)
     if len(alike):
         parts = "; ".join(f"{row['arm']}: {_points(row)}" for _, row in alike.iterrows())
         yield f"{draft}, trained at the reliability they are told at: {parts}."
@@ -193,7 +192,8 @@ def _claims(result: InjectionDepthResult, draft: str) -> Iterator[Claim]:
     if rows.empty:
         return
     row = rows.iloc[0]
-    controls = [(r["arm"], _points(r), _passed(r)) for _, r in _control_rows(result, draft).iterrows()]
+    rows = pd.concat([_control_rows(result, draft), _trained_alike(result, draft)])
+    controls = [(r["arm"], _points(r), _passed(r)) for _, r in rows.iterrows()]
     controls += [("told the target's second choice", _points(r), None) for r in _wrong(result, draft)]
     controls += [(name, "not measured", None) for name in _unmeasured(result, draft)]
     holds = True if row["low"] > 0 else False if row["high"] < 0 else None
@@ -204,6 +204,12 @@ def _claims(result: InjectionDepthResult, draft: str) -> Iterator[Claim]:
         holds=holds,
         command=COMMAND,
     )
+
+
+def _trained_alike(result: InjectionDepthResult, draft: str) -> pd.DataFrame:
+    """Early minus late, where codes were as unreliable in training as they are now."""
+    rows = result.rows(draft, DIFFERENCE)
+    return rows[rows["arm"].str.contains(rf"rho.*{MINUS}.*rho")]
 
 
 def _wrong(result: InjectionDepthResult, draft: str) -> list[pd.Series]:
