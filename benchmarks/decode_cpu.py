@@ -2,8 +2,9 @@
 
 For one thread and for two, in one process: the parts of a round by turns (`decode_parts`), then every way of decoding
 on the same prompts, prompt by prompt: our plain decoding, DFlash, DSpine with the trimmed and with the full head, and
-the peers (`decode_peers`). Prints tables, writes `results/decode_cpu.json`. Run it on an idle machine: what else runs
-takes memory bandwidth and, with two threads, holds up every barrier. Some ten minutes a thread count with all peers.
+the peers (`decode_peers`), llama.cpp after all others. Prints tables, writes `results/decode_cpu.json`. Run it on an
+idle machine: what else runs takes memory bandwidth and, with two threads, holds up every barrier. Some ten minutes a
+thread count with all peers.
 
     PYTHONPATH=PEERS python benchmarks/decode_cpu.py
 """
@@ -38,6 +39,7 @@ from dspine_probe.target import Target
 RESULT = Path(__file__).parent / "results" / "decode_cpu.json"
 PLAIN, TRIMMED, FULL = "plain", "dspine", "dspine, full head"
 SPEEDUPS = (2.0, 2.5, 3.0)
+PEERS = ("transformers", "dflash", "llama.cpp")
 
 
 @dataclass(frozen=True)
@@ -200,10 +202,13 @@ def main(
     threads: Annotated[list[int] | None, typer.Option(help="Thread counts; by default 1 and 2.")] = None,
     context: Annotated[int, typer.Option(min=8, help="Tokens cached while parts are timed.")] = 128,
     turns: Annotated[int, typer.Option(min=3, help="Times each part is run.")] = 100,
-    peers: Annotated[bool, typer.Option(help="Whether to run the peers.")] = True,
+    peer: Annotated[
+        list[str] | None, typer.Option(help=f"{', '.join(PEERS)} or none; repeat. [default: all]")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Where the result goes.")] = RESULT,
 ) -> None:
     """Measure everything and write the result."""
+    peers = peer or PEERS
     target, engines = Target.load(dtype=torch.bfloat16), FastCpu(torch.bfloat16)
     drafts = {name: load_draft(name, target) for name in ("dflash", TRIMMED)}
     spine = drafts[TRIMMED]
@@ -217,7 +222,7 @@ def main(
         "machine": asdict(look()),
         "engines": engines.about,
         "settings": {"prompts": len(encoded), "max_new_tokens": limit, "dtype": str(target.dtype)},
-        "absent": absent() if peers else ["all peers"],
+        "absent": [*absent(), *(name for name in PEERS if name not in peers)],
         "threads": {},
     }
     for number in threads or [1, 2]:
@@ -227,10 +232,14 @@ def main(
             name: partial(ours, target, draft, engines, limit)
             for name, draft in {PLAIN: None, **drafts}.items()
         }
-        if peers:
+        if "transformers" in peers:
             ways |= transformers_ways(target, limit)
-            ways |= llama_ways(number, limit) | dflash_ways(target, limit)
+        if "dflash" in peers:
+            ways |= dflash_ways(target, limit)
         raced = race(ways, encoded)
+        if "llama.cpp" in peers:
+            # Apart: its idle workers spin, and with two threads take a core from whoever decodes.
+            raced |= race(llama_ways(number, limit), encoded)
         held = bars(parts, raced)
         typer.echo(show(number, parts, raced, held) + "\n")
         result["threads"][number] = {
