@@ -2,9 +2,9 @@
 
 For one thread and for two, in one process: the parts of a round by turns (`decode_parts`), then every way of decoding
 on the same prompts, prompt by prompt: our plain decoding, DFlash, DSpine with the trimmed and with the full head, and
-the peers (`decode_peers`), llama.cpp after all others. Prints tables, writes `results/decode_cpu.json`. Run it on an
-idle machine: what else runs takes memory bandwidth and, with two threads, holds up every barrier. Some ten minutes a
-thread count with all peers.
+the peers (`decode_peers`), those of llama.cpp one after the other. Prints tables, writes `results/decode_cpu.json`. Run
+it on an idle machine: what else runs takes memory bandwidth and, with two threads, holds up every barrier. Some ten
+minutes a thread count with all peers.
 
     PYTHONPATH=PEERS python benchmarks/decode_cpu.py
 """
@@ -238,8 +238,9 @@ def main(
             ways |= dflash_ways(target, limit)
         raced = race(ways, encoded)
         if "llama.cpp" in peers:
-            # Apart: its idle workers spin, and with two threads take a core from whoever decodes.
-            raced |= race(llama_ways(number, limit), encoded)
+            # Each apart: idle workers of a server spin, and with two threads take a core from whoever decodes.
+            for alone in llama_ways(number, limit):
+                raced |= race(alone, encoded)
         held = bars(parts, raced)
         typer.echo(show(number, parts, raced, held) + "\n")
         result["threads"][number] = {

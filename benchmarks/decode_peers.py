@@ -12,7 +12,7 @@ Used by `decode_cpu`; no command of its own.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -89,16 +89,14 @@ class _Watch(BaseStreamer):
         return Timed(sum(count for _, count in rest), self.outputs[-1][0] - start, len(rest))
 
 
-def llama_ways(threads: int, limit: int) -> dict[str, Way]:
-    """llama.cpp with the target in each number format; empty where xllamacpp cannot be imported."""
+def llama_ways(threads: int, limit: int) -> Iterator[dict[str, Way]]:
+    """llama.cpp with the target in one number format after the other; none where xllamacpp cannot be imported."""
     try:
         import xllamacpp
     except ImportError:
-        return {}
-    return {
-        f"llama.cpp {kind}": partial(_complete, _server(xllamacpp, kind, threads), limit)
-        for kind in LLAMA_KINDS
-    }
+        return
+    for kind in LLAMA_KINDS:
+        yield {f"llama.cpp {kind}": partial(_complete, _server(xllamacpp, kind, threads), limit)}
 
 
 def _server(xllamacpp: Any, kind: str, threads: int) -> Any:
