@@ -240,7 +240,7 @@ def test_config_round_trips_through_the_public_keys() -> None:
     [
         ({"mask_token_id": VOCAB}, "outside the target's embedding"),
         ({"target_layer_ids": (0, 3)}, r"\[3\] do not fit"),
-        ({"target_layer_ids": (1, 1)}, "twice"),
+        ({"target_layer_ids": (1, 1)}, "repeat a block"),
         ({"target_layer_ids": ()}, "empty"),
         ({"block_size": 1}, "at least one draft slot"),
         ({"num_attention_heads": 3}, "evenly"),
