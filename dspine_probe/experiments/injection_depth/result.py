@@ -39,8 +39,6 @@ SKIPPED = {
     "decoding": "true predecessors are not known when drafting, so no acceptance length belongs to these arms",
     "training from scratch": "unfrozen arms go on from the same trained draft, since a draft a depth is out of budget",
 }
-
-
 WANTED = {
     "random codes": "random",
     "noise in place of codes": "noise",
@@ -192,8 +190,8 @@ def _claims(result: InjectionDepthResult, draft: str) -> Iterator[Claim]:
     if rows.empty:
         return
     row = rows.iloc[0]
-    rows = pd.concat([_control_rows(result, draft), _trained_alike(result, draft)])
-    controls = [(r["arm"], _points(r), _passed(r)) for _, r in rows.iterrows()]
+    judged = pd.concat([_control_rows(result, draft), _trained_alike(result, draft)])
+    controls = [(r["arm"], _points(r), _passed(r)) for _, r in judged.iterrows()]
     controls += [("told the target's second choice", _points(r), None) for r in _wrong(result, draft)]
     controls += [(name, "not measured", None) for name in _unmeasured(result, draft)]
     holds = True if row["low"] > 0 else False if row["high"] < 0 else None

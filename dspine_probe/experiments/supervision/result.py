@@ -171,10 +171,11 @@ class SupervisionResult(TableResult):
             yield "order settled", outcome, None if half != half else (half > 0) == (end > 0)
         tuned = set(self.config["rates"]) >= {TOKEN_CE, BASE, COSINE}
         yield "learning rate chosen for each arm", "yes" if tuned else "one rate for all arms", tuned
-        for arm in variant_arms():
-            measured = arm in self.arms
-            outcome = f"{_signed(self._mean(arm, 'al_gain'))}, one seed" if measured else "not measured"
-            yield f"{arm} in its place", outcome, None
+        for arm in dict.fromkeys((*self.arms, *variant_arms())):
+            if arm not in (BASE, TOKEN_CE, COSINE):
+                measured = arm in self.arms
+                outcome = f"{_signed(self._mean(arm, 'al_gain'))}, one seed" if measured else "not measured"
+                yield f"{arm} in its place", outcome, None
         ranks = {
             arm: _listed(self.select(arm=arm, metric="effective_rank", seed=ALL), ".0f")
             for arm in (TOKEN_CE, BASE)
