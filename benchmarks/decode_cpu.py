@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -39,7 +40,15 @@ from dspine_probe.target import Target
 RESULT = Path(__file__).parent / "results" / "decode_cpu.json"
 PLAIN, TRIMMED, FULL = "plain", "dspine", "dspine, full head"
 SPEEDUPS = (2.0, 2.5, 3.0)
-PEERS = ("transformers", "dflash", "llama.cpp")
+
+
+class Peer(StrEnum):
+    """Whose decoding is raced beside ours."""
+
+    TRANSFORMERS = "transformers"
+    DFLASH = "dflash"
+    LLAMA = "llama.cpp"
+    NONE = "none"
 
 
 @dataclass(frozen=True)
@@ -202,13 +211,11 @@ def main(
     threads: Annotated[list[int] | None, typer.Option(help="Thread counts; by default 1 and 2.")] = None,
     context: Annotated[int, typer.Option(min=8, help="Tokens cached while parts are timed.")] = 128,
     turns: Annotated[int, typer.Option(min=3, help="Times each part is run.")] = 100,
-    peer: Annotated[
-        list[str] | None, typer.Option(help=f"{', '.join(PEERS)} or none; repeat. [default: all]")
-    ] = None,
+    peer: Annotated[list[Peer] | None, typer.Option(help="Only these peers; repeat. [default: all]")] = None,
     out: Annotated[Path, typer.Option(help="Where the result goes.")] = RESULT,
 ) -> None:
     """Measure everything and write the result."""
-    peers = peer or PEERS
+    peers = peer or [one for one in Peer if one is not Peer.NONE]
     target, engines = Target.load(dtype=torch.bfloat16), FastCpu(torch.bfloat16)
     drafts = {name: load_draft(name, target) for name in ("dflash", TRIMMED)}
     spine = drafts[TRIMMED]
@@ -222,7 +229,8 @@ def main(
         "machine": asdict(look()),
         "engines": engines.about,
         "settings": {"prompts": len(encoded), "max_new_tokens": limit, "dtype": str(target.dtype)},
-        "absent": [*absent(), *(name for name in PEERS if name not in peers)],
+        "peers": peers,
+        "absent": absent(),
         "threads": {},
     }
     for number in threads or [1, 2]:
@@ -232,12 +240,12 @@ def main(
             name: partial(ours, target, draft, engines, limit)
             for name, draft in {PLAIN: None, **drafts}.items()
         }
-        if "transformers" in peers:
+        if Peer.TRANSFORMERS in peers:
             ways |= transformers_ways(target, limit)
-        if "dflash" in peers:
+        if Peer.DFLASH in peers:
             ways |= dflash_ways(target, limit)
         raced = race(ways, encoded)
-        if "llama.cpp" in peers:
+        if Peer.LLAMA in peers:
             # Each apart: idle workers of a server spin, and with two threads take a core from whoever decodes.
             for alone in llama_ways(number, limit):
                 raced |= race(alone, encoded)

@@ -76,7 +76,7 @@ def main(
         "machine": asdict(look()),
     }
     path = RESULTS / f"near_ties{'_torch' * use_torch}.json"
-    write_atomically(path, lambda path: path.write_text(json.dumps(result, indent=2) + "\n"))
+    write_atomically(path, lambda temporary: temporary.write_text(json.dumps(result, indent=2) + "\n"))
     if not all(one["near_tie"] for listed in record.values() for one in listed):
         raise typer.Exit(1)
 
