@@ -11,11 +11,7 @@ minutes a thread count with all peers.
 
 from __future__ import annotations
 
-import json
 import statistics
-import subprocess
-import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
@@ -27,17 +23,16 @@ import torch
 import typer
 from decode_parts import Parts, huge_pages, measure_parts
 from decode_peers import Timed, Way, absent, dflash_ways, llama_ways, transformers_ways
+from recording import RESULTS, made, save
 
 from dspine_probe.decoding.fast_cpu import FastCpu
 from dspine_probe.decoding.generate import generate
 from dspine_probe.drafts import Draft, DSpine
 from dspine_probe.drafts.checkpoint import load_draft
-from dspine_probe.files import write_atomically
-from dspine_probe.machine import look
 from dspine_probe.prompts import load_prompts
 from dspine_probe.target import Target
 
-RESULT = Path(__file__).parent / "results" / "decode_cpu.json"
+RESULT = RESULTS / "decode_cpu.json"
 PLAIN, TRIMMED, FULL = "plain", "dspine", "dspine, full head"
 SPEEDUPS = (2.0, 2.5, 3.0)
 
@@ -197,13 +192,6 @@ def show(threads: int, parts: Parts, raced: Mapping[str, Race], held: Sequence[B
     return "\n".join(lines)
 
 
-def commit() -> str:
-    """The commit that is measured, with a mark if files differ from it."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
-
-
 def main(
     prompts: Annotated[str, typer.Option(help="Shipped set or JSONL file.")] = "lab",
     count: Annotated[int, typer.Option(min=2, help="How many prompts.")] = 20,
@@ -223,10 +211,7 @@ def main(
     drafts[FULL] = untrimmed(spine, target)
     encoded = [target.encode_chat(prompt.text) for prompt in load_prompts(prompts, limit=count)]
     result: dict[str, Any] = {
-        "command": " ".join(["python", *sys.argv]),
-        "commit": commit(),
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": asdict(look()),
+        **made(),
         "engines": engines.about,
         "settings": {"prompts": len(encoded), "max_new_tokens": limit, "dtype": str(target.dtype)},
         "peers": peers,
@@ -258,7 +243,7 @@ def main(
             "bars": [asdict(bar) | {"holds": bar.holds} for bar in held],
             "acceptance_length_for": lengths_needed(raced),
         }
-        write_atomically(out, lambda path: path.write_text(json.dumps(result, indent=2) + "\n"))
+        save(result, out)
 
 
 if __name__ == "__main__":

@@ -8,25 +8,21 @@ fair on a busy one too.  python benchmarks/generate.py
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
+from recording import RESULTS, made, save
 
 from dspine_probe.decoding.batch import generate_greedy
-from dspine_probe.files import write_atomically
-from dspine_probe.machine import look
 from dspine_probe.prompts import load_prompts
 from dspine_probe.target import Target
 
 BAR = 3.0
-RESULT = Path(__file__).parent / "results" / "generate.json"
+RESULT = RESULTS / "generate.json"
 Way = Callable[[Target, list[list[int]], int, int], int]
 
 
@@ -104,15 +100,15 @@ def main(
     rate, ratio = _compare(runs, "tokens_per_cpu_second" if single else "tokens_per_second")
     settings = {"target": target.name, "prompts": len(encoded), "batch": batch, "max_new_tokens": limit}
     result = {
+        **made(),
         "settings": {**settings, "dtype": str(target.dtype), "threads": torch.get_num_threads()},
         "measured_by": "processor time" if single else "clock",
         "tokens_per_second": rate,
         "ratio": round(ratio, 2),
         "bar": BAR,
         "runs": runs,
-        "machine": asdict(look()),
     }
-    write_atomically(RESULT, lambda path: path.write_text(json.dumps(result, indent=2) + "\n"))
+    save(result, RESULT)
     verdict = "met" if ratio >= BAR else "MISSED"
     typer.echo(f"ratio {ratio:.2f} by {result['measured_by']}, bar {BAR}: {verdict}")
 

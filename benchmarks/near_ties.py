@@ -8,14 +8,13 @@ divergence is no near-tie.  python benchmarks/near_ties.py
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
+from recording import RESULTS, made, save
 
 from dspine_probe.decoding.divergence import NEAR, Divergence, first_divergences
 from dspine_probe.decoding.engine import Engines
@@ -23,12 +22,9 @@ from dspine_probe.decoding.fast_cpu import FastCpu
 from dspine_probe.decoding.generate import generate
 from dspine_probe.drafts import Draft
 from dspine_probe.drafts.checkpoint import load_draft, shipped_checkpoints
-from dspine_probe.files import write_atomically
-from dspine_probe.machine import look
 from dspine_probe.prompts import load_prompts
 from dspine_probe.target import Target
 
-RESULTS = Path(__file__).parent / "results"
 Answers = list[tuple[int, ...]]
 
 
@@ -70,13 +66,12 @@ def main(
         show(name, parted, target, len(encoded))
         record[name] = [{**asdict(one), "steps": one.steps, "near_tie": one.near_tie} for one in parted]
     result = {
+        **made(),
         "settings": {"target": target.name, "prompts": len(encoded), "max_new_tokens": limit, "near": NEAR},
         "engines": {"exact": exact.about, "rounded": rounded.about},
         "divergences": record,
-        "machine": asdict(look()),
     }
-    path = RESULTS / f"near_ties{'_torch' * use_torch}.json"
-    write_atomically(path, lambda temporary: temporary.write_text(json.dumps(result, indent=2) + "\n"))
+    save(result, RESULTS / f"near_ties{'_torch' * use_torch}.json")
     if not all(one["near_tie"] for listed in record.values() for one in listed):
         raise typer.Exit(1)
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import platform
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,6 +21,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from recording import RESULTS, made, save
 from torch import Tensor, nn
 from train_step import make_draft
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
@@ -241,18 +241,15 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--parts", nargs="+", choices=("capture", "sweep"), default=("capture", "sweep"))
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "probing.json")
+    parser.add_argument("--output", type=Path, default=RESULTS / "probing.json")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    result: dict[str, Any] = {
-        "machine": f"{platform.machine()}, {options.threads} threads, torch {torch.__version__}"
-    }
+    result: dict[str, Any] = {**made(), "threads": options.threads}
     for part, measure in (("capture", capture_part), ("sweep", sweep_part)):
         if part in options.parts:
             result[part] = measure(options.rounds)
             print(json.dumps(result[part], indent=2, ensure_ascii=False), flush=True)
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n")
+            save(result, options.output)
 
 
 if __name__ == "__main__":

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from itertools import chain, product, zip_longest
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
+from recording import RESULTS, made, save
 
 from dspine_probe.decoding.engine import Engines
 from dspine_probe.decoding.fast_cpu import FastCpu
@@ -28,12 +28,9 @@ from dspine_probe.decoding.generate import generate, generate_batch
 from dspine_probe.decoding.reference import REFERENCE
 from dspine_probe.drafts import Draft
 from dspine_probe.drafts.checkpoint import load_draft
-from dspine_probe.files import write_atomically
-from dspine_probe.machine import look
 from dspine_probe.prompts import Prompt, load_prompts
 from dspine_probe.target import Target
 
-RESULTS = Path(__file__).parent / "results"
 ROWS = (1, 4)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -84,8 +81,8 @@ def resume(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
             return report
         typer.echo(f"{path} was made with other settings; it is begun again")
     return {
+        **made(),
         "settings": settings,
-        "machine": asdict(look()),
         "prompts": [],
         "identical": {},
         "differences": [],
@@ -133,8 +130,7 @@ def main(
                     where = difference(target, ids, truth, tokens)
                     report["differences"].append({"way": way, "prompt": prompt.id, **where})
         report["prompts"] += [prompt.id for prompt in chunk]
-        text = json.dumps(report, indent=1) + "\n"
-        write_atomically(path, lambda temporary, text=text: temporary.write_text(text))
+        save(report, path)
         typer.echo(
             f"{len(report['prompts'])} of {len(chosen)} prompts, {len(report['differences'])} differences"
         )

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
 import torch
+from recording import RESULTS, made, save
 from torch.nn import functional as F
 
 from dspine_probe.config import DFLASH, DSPINE, DraftConfig, DSpineConfig
@@ -141,7 +141,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "train_step.json")
+    parser.add_argument("--output", type=Path, default=RESULTS / "train_step.json")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     gemm, gemm_operations = gemm_stepper()
@@ -158,7 +158,7 @@ def main() -> None:
     slots = SEQUENCES * ANCHORS * 7
     rate = {name: operations[name] / median(took) / 1e9 for name, took in times.items()}
     result = {
-        "machine": f"{platform.machine()}, {options.threads} threads, torch {torch.__version__}",
+        **made(),
         "gemm_gflops": round(rate["gemm"]),
         **{
             kind: {
@@ -169,8 +169,7 @@ def main() -> None:
             for kind in drafts
         },
     }
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(result, indent=2) + "\n")
+    save(result, options.output)
     print(json.dumps(result, indent=2))
 
 

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass, field, replace
@@ -28,13 +26,12 @@ from benchmarks.gpu.models import QWEN3_4B, QWEN3_8B, TINY, Geometry, build
 from benchmarks.gpu.parts import Bench, open_bench, parts_of, plain_step_of, round_of, run_eagerly
 from benchmarks.gpu.report import bars, page, speedups
 from benchmarks.gpu.timing import Stopwatch
+from benchmarks.recording import RESULTS, commit, save
 from dspine_probe.decoding.fast_gpu import FastGpu
 from dspine_probe.decoding.kernels import problem
 from dspine_probe.decoding.kernels.checks import check_kernels
 from dspine_probe.files import write_atomically
 from dspine_probe.machine import look
-
-RESULTS = Path(__file__).parents[1] / "results"
 
 
 @dataclass(frozen=True)
@@ -178,7 +175,7 @@ def run(plan: Plan, device: torch.device) -> dict[str, Any]:
         "card": torch.cuda.get_device_name(device) if on_gpu else "a CPU",
         "rehearsal": not on_gpu,
         "about": f"Random weights in {dtype}, context of {plan.context} tokens, median of {plan.repetitions}, cold "
-        f"cache; a large copy moves {bandwidth / 1e12:.2f} TB/s. Commit {_commit()}; {versions}.",
+        f"cache; a large copy moves {bandwidth / 1e12:.2f} TB/s. Commit {commit()}; {versions}.",
         "bandwidth_bytes_per_second": bandwidth,
         "seconds": time.monotonic() - session.started,
         **session.found,
@@ -187,14 +184,6 @@ def run(plan: Plan, device: torch.device) -> dict[str, Any]:
         "skipped": session.skipped,
         "machine": machine,
     }
-
-
-def _commit() -> str:
-    asked = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    try:
-        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 def main() -> int:
@@ -217,8 +206,7 @@ def main() -> int:
     torch.manual_seed(0)
     result = run(plan, torch.device(device))
     name = "gpu-" + "-".join(result["card"].lower().split())
-    text = json.dumps(result, indent=2) + "\n"
-    write_atomically(arguments.out / f"{name}.json", lambda path: path.write_text(text))
+    save(result, arguments.out / f"{name}.json")
     write_atomically(arguments.out / f"{name}.md", lambda path: path.write_text(page(result)))
     print(page(result))
     return int(not all(c["passed"] for c in result["checks"]))
