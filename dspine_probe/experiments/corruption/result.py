@@ -19,6 +19,7 @@ from dspine_probe.experiments.corruption.protocols import NOISE, RERUN, ROW, UNE
 from dspine_probe.experiments.corruption.substitutes import MASK, RANK_2
 from dspine_probe.experiments.corruption.table import ALL, CHANGES, DECODE, MINUS, PREDECESSOR, STAYS
 from dspine_probe.experiments.results import TableResult
+from dspine_probe.experiments.wording import percent, points
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -84,7 +85,7 @@ class CorruptionResult(TableResult):
     def claims(self) -> list[Claim]:
         """The ledger's line on the claim P1."""
         here = "; ".join(
-            f"{draft} {_points(row)}, n = {row['prompts']} prompts"
+            f"{draft} {points(row)}, n = {row['prompts']} prompts"
             for draft in self.measured(A)
             for _, row in self.headline(draft, A, site=PREDECESSOR, kind=RANK_2, metric="change").iterrows()
         )
@@ -109,12 +110,10 @@ def _draft_findings(result: CorruptionResult, draft: str) -> Iterator[str]:
         if PREDECESSOR not in places.index:
             continue
         clean = result.headline(draft, protocol, site=PREDECESSOR, kind=RANK_2, metric="clean").iloc[0]
-        earlier = "; ".join(
-            f"{name} {_points(row)}" for name, row in places.iterrows() if name != PREDECESSOR
-        )
+        earlier = "; ".join(f"{name} {points(row)}" for name, row in places.iterrows() if name != PREDECESSOR)
         yield (
-            f"{draft}, protocol {protocol} ({_HOW[protocol]}), {_slots(clean)}: {_percent(clean)} of tokens right, "
-            f"{_points(places.loc[PREDECESSOR])} after a rank-2 predecessor; the same farther back: {earlier}."
+            f"{draft}, protocol {protocol} ({_HOW[protocol]}), {_slots(clean)}: {percent(clean)} of tokens right, "
+            f"{points(places.loc[PREDECESSOR])} after a rank-2 predecessor; the same farther back: {earlier}."
         )
     yield from _labels_finding(result, draft)
     yield from _kinds_finding(result, draft)
@@ -135,12 +134,12 @@ def _labels_finding(result: CorruptionResult, draft: str) -> Iterator[str]:
     stays = result.headline(draft, A, subset=STAYS, metric="change", **wanted)
     if not (len(followed) and len(stays)):
         return
-    farther = "; ".join(f"{site} {_percent(row)}" for site, row in moved.iterrows() if site != PREDECESSOR)
+    farther = "; ".join(f"{site} {percent(row)}" for site, row in moved.iterrows() if site != PREDECESSOR)
     yield (
         f"{draft}: after a rank-2 anchor the target itself would write another token in "
-        f"{_percent(moved.loc[PREDECESSOR])} of blocks (farther back: {farther or 'not asked'}). There the draft's "
-        f"agreement with that token changes by {_points(followed.iloc[0])} (following); where the target keeps its "
-        f"token, the draft's accuracy changes by {_points(stays.iloc[0])} (breaking)."
+        f"{percent(moved.loc[PREDECESSOR])} of blocks (farther back: {farther or 'not asked'}). There the draft's "
+        f"agreement with that token changes by {points(followed.iloc[0])} (following); where the target keeps its "
+        f"token, the draft's accuracy changes by {points(stays.iloc[0])} (breaking)."
     )
 
 
@@ -148,7 +147,7 @@ def _kinds_finding(result: CorruptionResult, draft: str) -> Iterator[str]:
     rows = result.headline(draft, A, site=PREDECESSOR, metric="change")
     plain = rows[~rows["kind"].str.contains(MINUS)]
     if len(plain):
-        parts = "; ".join(f"{row['kind']} {_points(row)}" for _, row in plain.iterrows())
+        parts = "; ".join(f"{row['kind']} {points(row)}" for _, row in plain.iterrows())
         yield f"{draft}: slot 1 by what replaces the anchor: {parts}."
 
 
@@ -168,18 +167,18 @@ def _controls(result: CorruptionResult) -> Iterator[tuple[str, str, bool | None]
         for _, row in result.headline(draft, A, kind=UNEDITED, metric="change").iterrows():
             small = max(abs(row["low"]), abs(row["high"])) <= RERUN_TOLERANCE
             bar = f"passed within ±{100 * RERUN_TOLERANCE:.0f} point"
-            yield f"{draft}: context re-run unedited", f"{_points(row)}; {bar}", bool(small)
+            yield f"{draft}: context re-run unedited", f"{points(row)}; {bar}", bool(small)
         for other, passed in ((NOISE, "high"), (MASK, None)):
             gap = result.headline(draft, A, site=PREDECESSOR, kind=RANK_2 + MINUS + other, metric="change")
             for _, row in gap.iterrows():
                 verdict = None if passed is None else bool(row["high"] < 0)
-                yield f"{draft}: rank 2 against {other}", _points(row), verdict
+                yield f"{draft}: rank 2 against {other}", points(row), verdict
         far = result.headline(draft, A, site="first", edit=ROW, kind=RANK_2, metric="change")
         for _, row in far.iterrows():
             bar = f"passed above −{100 * FAR_TOLERANCE:.0f} points"
             yield (
                 f"{draft}: first token of the answer",
-                f"{_points(row)}; {bar}",
+                f"{points(row)}; {bar}",
                 bool(row["low"] > -FAR_TOLERANCE),
             )
     for draft in result.measured(B):
@@ -188,14 +187,14 @@ def _controls(result: CorruptionResult) -> Iterator[tuple[str, str, bool | None]
                 unchanged = abs(row["mean"]) <= PARENT_TOLERANCE
                 bar = f"passed within ±{100 * PARENT_TOLERANCE:.1f} points"
                 name = f"{draft}: fine-tuned against parent, nothing shown"
-                yield name, f"{_points(row)}; {bar}", bool(unchanged)
+                yield name, f"{points(row)}; {bar}", bool(unchanged)
     for protocol in (B, C):
         for draft in result.measured(protocol):
             rows = result.headline(draft, protocol, site=PREDECESSOR, kind=RANK_2, metric="change")
             for _, row in rows.iterrows():
                 yield (
                     f"{draft}: protocol {protocol}, {_slots(row)}",
-                    _points(row),
+                    points(row),
                     result.holds(draft, protocol),
                 )
     for name in _unmeasured(result):
@@ -212,14 +211,6 @@ def _unmeasured(result: CorruptionResult) -> list[str]:
 def _slots(row: pd.Series) -> str:
     first, last = row["first_slot"], row["last_slot"]
     return f"slot {first}" if first == last else f"slots {first}…{last}"
-
-
-def _points(row: pd.Series) -> str:
-    return f"{100 * row['mean']:+.1f} points [{100 * row['low']:+.1f}, {100 * row['high']:+.1f}]"
-
-
-def _percent(row: pd.Series) -> str:
-    return f"{100 * row['mean']:.1f} % [{100 * row['low']:.1f}, {100 * row['high']:.1f}]"
 
 
 def _number(row: pd.Series, sign: str = "+") -> str:

@@ -8,6 +8,7 @@ import pandas as pd
 
 from dspine_probe.experiments.claim import Claim
 from dspine_probe.experiments.emergence.result import MINUS, EmergenceResult
+from dspine_probe.experiments.wording import points
 
 COMMAND = "make reproduce"
 _TRAINED, _READER = "trained", "translator"
@@ -40,7 +41,7 @@ def _holds(result: EmergenceResult, draft: str) -> bool | None:
 
 def _here(result: EmergenceResult, draft: str) -> str:
     falls = _falls(result, draft, _TRAINED)
-    return f"{draft} " + ", ".join(f"{_points(row)} at depth {row['depth']}" for _, row in falls.iterrows())
+    return f"{draft} " + ", ".join(f"{points(row)} at depth {row['depth']}" for _, row in falls.iterrows())
 
 
 def _controls(result: EmergenceResult, draft: str) -> Iterator[tuple[str, str, bool | None]]:
@@ -51,7 +52,7 @@ def _controls(result: EmergenceResult, draft: str) -> Iterator[tuple[str, str, b
     ):
         alone, gap = _falls(result, draft, control), _falls(result, draft, f"{_TRAINED}{MINUS}{control}")
         if len(gap):
-            text = f"{_deepest(alone)}; trained minus this {_points(gap.iloc[-1])}"
+            text = f"{_deepest(alone)}; trained minus this {points(gap.iloc[-1])}"
             yield f"{draft}: {name}", text, bool((gap["low"] > 0).all())
     for control in ("attention cut", "attention and injection cut"):
         alone = _falls(result, draft, control)
@@ -69,8 +70,4 @@ def _shallow(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _deepest(rows: pd.DataFrame) -> str:
-    return f"{_points(rows.iloc[-1])} at depth {rows.iloc[-1]['depth']}"
-
-
-def _points(row: pd.Series) -> str:
-    return f"{100 * row['mean']:+.1f} points [{100 * row['low']:+.1f}, {100 * row['high']:+.1f}]"
+    return f"{points(rows.iloc[-1])} at depth {rows.iloc[-1]['depth']}"

@@ -23,6 +23,7 @@ from dspine_probe.experiments.claim import Claim
 from dspine_probe.experiments.results import TableResult
 from dspine_probe.experiments.splits import Split
 from dspine_probe.experiments.stats import draw_counts, estimate, ratio_samples
+from dspine_probe.experiments.wording import percent, points
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -233,7 +234,7 @@ def _findings(result: EmergenceResult, draft: str) -> Iterator[str]:
     yield (
         f"{draft}: with matched labels, readability falls with the slot {verdict} (depths 1…{shallow[-1]}); "
         + "; ".join(
-            f"depth {d}: slot 1 − slot {slots} = {_points(falls.loc[d])}, trend {_number(trends.loc[d])}"
+            f"depth {d}: slot 1 − slot {slots} = {points(falls.loc[d])}, trend {_number(trends.loc[d])}"
             for d in shallow
         )
         + "."
@@ -242,20 +243,12 @@ def _findings(result: EmergenceResult, draft: str) -> Iterator[str]:
     first, final = (
         slot_rows[(slot_rows["depth"] == last) & (slot_rows["slot"] == s)].iloc[0] for s in (1, slots)
     )
-    yield f"{draft}: after the last layer slot 1 is read at {_percent(first)} and slot {slots} at {_percent(final)}."
+    yield f"{draft}: after the last layer slot 1 is read at {percent(first)} and slot {slots} at {percent(final)}."
     for control in ("attention cut", "attention and injection cut", "untrained draft", "shuffled labels"):
         against = result.select(draft=draft, condition=control, reader="translator", metric="top1_fall")
         if len(against):
             least = against[against["depth"].isin(shallow)].iloc[-1]
-            yield f"{draft}, {control}: slot 1 − slot {slots} at depth {shallow[-1]} is {_points(least)}."
-
-
-def _points(row: pd.Series) -> str:
-    return f"{100 * row['mean']:+.1f} points [{100 * row['low']:+.1f}, {100 * row['high']:+.1f}]"
-
-
-def _percent(row: pd.Series) -> str:
-    return f"{100 * row['mean']:.1f} % [{100 * row['low']:.1f}, {100 * row['high']:.1f}]"
+            yield f"{draft}, {control}: slot 1 − slot {slots} at depth {shallow[-1]} is {points(least)}."
 
 
 def _number(row: pd.Series) -> str:

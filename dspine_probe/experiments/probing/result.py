@@ -16,6 +16,7 @@ import pandas as pd
 
 from dspine_probe.experiments.probing.table import ACCURACY, COMPRESSION, CONTROLS, MINUS, TRAINED, UNSEEN
 from dspine_probe.experiments.results import TableResult
+from dspine_probe.experiments.wording import points
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -85,7 +86,7 @@ def _findings(result: ProbingResult, draft: str) -> Iterator[str]:
             contrast = asked[
                 (asked["condition"] == f"{TRAINED}{MINUS}{control}") & (asked["depth"] == last)
             ].iloc[0]
-            text += f"; after the last layer {_points(contrast)} over {control}"
+            text += f"; after the last layer {points(contrast)} over {control}"
         unseen = rows[(rows["measure"] == UNSEEN) & (rows["condition"] == TRAINED) & (rows["depth"] == last)]
         if len(unseen):
             text += f"; {100 * unseen['mean'].iloc[0]:.1f} % behind anchor types never trained on"
@@ -93,7 +94,3 @@ def _findings(result: ProbingResult, draft: str) -> Iterator[str]:
         if len(code):
             text += f"; compression {', '.join(f'{value:.2f}' for value in code)} at depths 0…{last}"
         yield text + "."
-
-
-def _points(row: pd.Series) -> str:
-    return f"{100 * row['mean']:+.1f} points [{100 * row['low']:+.1f}, {100 * row['high']:+.1f}]"
