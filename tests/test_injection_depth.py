@@ -280,9 +280,20 @@ def test_what_is_said_can_be_saved_drawn_and_read_aloud(measured, trained, tmp_p
         control.name.startswith(NO_OP) and control.passed for control in claim.controls
     )
     missing = {control.name for control in claim.controls if control.outcome == "not measured"}
-    assert missing == ({"all slots at once, which leaks"} if draft.config.is_causal else {"a causal trunk"})
+    assert missing == (set() if draft.config.is_causal else {"a causal trunk"})
     for block in (by_depth(again), by_reliability(again)):
         assert len(block.figure.data) >= 1 and "toy" in block.alt and len(block.table)
+
+
+def test_a_causal_draft_of_the_same_result_stands_as_a_control_of_the_bidirectional_one(measured):
+    alone = measured.select(draft="toy-0", seeds=1)
+    table = pd.concat([alone.assign(draft=name) for name in ("wide", "narrow")])
+    build = measured.drafts["toy-0"]
+    drafts = {"wide": {**build, "causal": False}, "narrow": {**build, "causal": True}}
+    wide, narrow = dataclasses.replace(measured, table=table, drafts=drafts).claims()
+    (control,) = (one for one in wide.controls if one.name == "a causal trunk")
+    assert control.outcome.startswith("narrow, depth 1 − depth 2: ")
+    assert not any(one.name == "a causal trunk" for one in narrow.controls)
 
 
 def test_the_fast_run_measures_depths_floor_and_wrong_code_alone(trained, arena):

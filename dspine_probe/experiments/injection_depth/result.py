@@ -28,11 +28,14 @@ from dspine_probe.experiments.injection_depth.table import (
     family,
 )
 from dspine_probe.experiments.results import TableResult
+from dspine_probe.experiments.wording import points
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 NAME = "injection_depth"
+LEAK = "leak"
+CAUSAL = "a causal trunk"
 COMMAND = "dspine-probe probe injection-depth"
 SKIPPED = {
     "held-out token types": "labels are the target's own tokens; injectors are scored on held-out prompts, not types",
@@ -46,7 +49,7 @@ WANTED = {
     "late injection with extra blocks": "blocks",
     "a late Markov head": MARKOV,
     "the draft trained along": "unfrozen",
-    "all slots at once, which leaks": "leak",
+    "all slots at once, which leaks": LEAK,
     "training on unreliable codes": "rho",
 }
 """Controls that a full run has, and how the arms they need are named."""
@@ -104,7 +107,7 @@ def _findings(result: InjectionDepthResult, draft: str) -> Iterator[str]:
     seeds = f"{floor['seeds']} seeds" if floor["seeds"] > 1 else "one seed"
     yield f"{draft} ({seeds}): without injection {_percent(floor)}; true code at depth {curve}."
     for _, row in result.rows(draft, CONTRAST, told=TRUE).iterrows():
-        yield f"{draft}: {row['arm']} = {_points(row)}, which {_verdict(row)} that shallow is better."
+        yield f"{draft}: {row['arm']} = {points(row)}, which {_verdict(row)} that shallow is better."
         yield from _seeds(result, draft, row["arm"])
     trend = result.rows(draft, TREND)
     if len(trend):
@@ -118,17 +121,17 @@ def _findings(result: InjectionDepthResult, draft: str) -> Iterator[str]:
     yield from _settling(result, draft)
     yield from _edges(result, draft)
     for _, row in _control_rows(result, draft).iterrows():
-        yield f"{draft}, control: {row['arm']} = {_points(row)}."
+        yield f"{draft}, control: {row['arm']} = {points(row)}."
     for row in _wrong(result, draft):
-        yield f"{draft}, told the target's second choice: {row['arm']} = {_points(row)}."
+        yield f"{draft}, told the target's second choice: {row['arm']} = {points(row)}."
     sweep = result.rows(draft, CONTRAST)
     sweep = sweep[sweep["told"].str.startswith("rho")]
     if len(sweep):
-        parts = "; ".join(f"{row['told']}: {_points(row)}" for _, row in sweep.iterrows())
+        parts = "; ".join(f"{row['told']}: {points(row)}" for _, row in sweep.iterrows())
         yield f"{draft}, shallow − late as fewer codes are true: {parts}."
     alike = _trained_alike(result, draft)
     if len(alike):
-        parts = "; ".join(f"{row['arm']}: {_points(row)}" for _, row in alike.iterrows())
+        parts = "; ".join(f"{row['arm']}: {points(row)}" for _, row in alike.iterrows())
         yield f"{draft}, trained at the reliability they are told at: {parts}."
 
 
@@ -191,13 +194,14 @@ def _claims(result: InjectionDepthResult, draft: str) -> Iterator[Claim]:
         return
     row = rows.iloc[0]
     judged = pd.concat([_control_rows(result, draft), _trained_alike(result, draft)])
-    controls = [(r["arm"], _points(r), _passed(r)) for _, r in judged.iterrows()]
-    controls += [("told the target's second choice", _points(r), None) for r in _wrong(result, draft)]
+    controls = [(r["arm"], points(r), _passed(r)) for _, r in judged.iterrows()]
+    controls += [("told the target's second choice", points(r), None) for r in _wrong(result, draft)]
+    controls += _other_trunks(result, draft)
     controls += [(name, "not measured", None) for name in _unmeasured(result, draft)]
     holds = True if row["low"] > 0 else False if row["high"] < 0 else None
     yield Claim.on(
         "P2",
-        here=f"{draft}, {row['arm']}, {row['seeds']} seed(s): {_points(row)}, n = {row['n']} slots of held-out prompts",
+        here=f"{draft}, {row['arm']}, {row['seeds']} seed(s): {points(row)}, n = {row['n']} slots of held-out prompts",
         controls=controls,
         holds=holds,
         command=COMMAND,
@@ -215,12 +219,33 @@ def _wrong(result: InjectionDepthResult, draft: str) -> list[pd.Series]:
     return [row for _, row in result.rows(draft, CONTRAST, told=RANK_2).iterrows()]
 
 
+def _other_trunks(result: InjectionDepthResult, draft: str) -> Iterator[tuple[str, str, bool | None]]:
+    """What a bidirectional trunk can be held against: the same contrast in the causal drafts of the same result."""
+    if _causal(result, draft):
+        return
+    for other in result.headlines:
+        if _causal(result, other):
+            for _, row in result.rows(other, CONTRAST, told=TRUE).iterrows():
+                yield CAUSAL, f"{other}, {row['arm']}: {points(row)}", _passed(row)
+
+
 def _unmeasured(result: InjectionDepthResult, draft: str) -> list[str]:
-    """Controls whose arms are missing, and the trunks that were not tried."""
-    members = [about for name, about in result.drafts.items() if family(name) == family(draft)]
-    arms = [name for about in members for name in about["arms"]]
+    """Controls whose arms are missing, and the trunk that was not tried; a causal one has nothing to leak."""
+    arms = [name for about in _members(result, draft) for name in about["arms"]]
     missing = [control for control, mark in WANTED.items() if not any(mark in arm for arm in arms)]
-    return missing + ["a causal trunk"] * (not any(about["causal"] for about in members))
+    if _causal(result, draft):
+        return [control for control in missing if WANTED[control] != LEAK]
+    tried = any(_causal(result, other) for other in result.headlines)
+    return missing + [CAUSAL] * (not tried)
+
+
+def _members(result: InjectionDepthResult, draft: str) -> list[Mapping[str, Any]]:
+    """What is known of the seeds of a headline."""
+    return [about for name, about in result.drafts.items() if family(name) == family(draft)]
+
+
+def _causal(result: InjectionDepthResult, draft: str) -> bool:
+    return bool(_members(result, draft)[0]["causal"])
 
 
 def _passed(row: pd.Series) -> bool | None:
@@ -230,17 +255,13 @@ def _passed(row: pd.Series) -> bool | None:
     """
     if row["arm"].startswith(NO_OP):
         return bool(row["mean"] == 0)
-    if "leak" in row["arm"]:
+    if LEAK in row["arm"]:
         return None
     return True if row["low"] > 0 else False if row["high"] < 0 else None
 
 
 def _verdict(row: pd.Series) -> str:
     return "supports" if row["low"] > 0 else "speaks against" if row["high"] < 0 else "does not decide"
-
-
-def _points(row: pd.Series) -> str:
-    return f"{100 * row['mean']:+.1f} points [{100 * row['low']:+.1f}, {100 * row['high']:+.1f}]"
 
 
 def _percent(row: pd.Series) -> str:
