@@ -152,6 +152,9 @@ def supervision_command(
     lr: Annotated[
         list[float] | None, typer.Option(help="Peak rate; repeat to choose one for each arm by short runs.")
     ] = None,
+    tuning_blocks: Annotated[
+        int, typer.Option(min=1, help="Blocks of each run that chooses a rate.")
+    ] = 25_600,
     variants: Annotated[bool, typer.Option(help="Also the other codes, one seed each.")] = True,
     worker: Annotated[int, typer.Option(min=0, help="Which of the processes that train this is.")] = 0,
     workers: Annotated[int, typer.Option(min=1, help="How many processes train; each takes whole arms.")] = 1,
@@ -175,7 +178,7 @@ def supervision_command(
     rates = tuple(lr or [1e-3])
     chosen = experiment.headline_arms() | (experiment.variant_arms() if variants else {})
     training = TrainConfig(blocks=blocks, lr=rates[0], mixed_precision=mixed_precision())
-    plan = experiment.ArmsPlan(chosen, training, rates=rates)
+    plan = experiment.ArmsPlan(chosen, training, rates=rates, tuning_blocks=tuning_blocks)
     if features:
         store, teacher = FeatureStore.open(*features), fast_target(target)
         experiment.train_arms(plan, teacher, store, arms, worker=worker, workers=workers)

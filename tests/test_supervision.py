@@ -261,6 +261,13 @@ def test_the_learning_rate_is_chosen_once_for_each_arm(
     assert rates_tried(tmp_path, list(arms))["none"]["chosen"] == 2e-3
 
 
+def test_an_arm_that_was_trained_at_another_rate_is_refused(place: tuple[Target, Arena, Path]) -> None:
+    target, _, folder = place
+    plan = dataclasses.replace(PLAN, arms={"none": Arm(Supervision(), (1,), lr=0.5)})
+    with pytest.raises(UsageError, match=r"none-1 was trained at the rate 0\.01, and 0\.5 was chosen for it"):
+        train_arms(plan, target, tiny_store(), folder)
+
+
 def test_variants_share_the_first_seed() -> None:
     assert {arm.seeds for arm in variant_arms().values()} == {(0,)}
     assert variant_arms()["token-ce 0.1"].supervision == Supervision("token-ce", 0.1)
@@ -313,9 +320,20 @@ def test_findings_and_claim_carry_the_numbers_of_the_table(result: SupervisionRe
     (claim,) = result.claims()
     assert claim.id == "P3" and claim.holds is None
     assert f"({gain:+.3f} [" in claim.here
-    assert ("learning rate chosen for each arm", "one rate for all arms", False) in claim.controls
+    rate = "not chosen; trained at token-ce 0.01, none 0.01, cosine 0.01"
+    assert ("learning rate chosen for each arm", rate, False) in claim.controls
     assert ("token-ce 0.1 in its place", "not measured", None) in claim.controls
     assert result.config["skipped"]
+
+
+def test_rates_pass_when_arms_were_trained_at_those_that_were_chosen(result: SupervisionResult) -> None:
+    for chosen, passed in ((1e-2, True), (2e-2, False)):
+        tried = {"chosen": chosen, "blocks": 60, "tokens_per_anchor": {"0.01": 1.1, "0.02": 1.0}}
+        config = {**result.config, "rates": dict.fromkeys(("token-ce", "none", "cosine"), tried)}
+        (claim,) = dataclasses.replace(result, config=config).claims()
+        ((outcome, found),) = (rest for name, *rest in claim.controls if name.startswith("learning rate"))
+        assert outcome.startswith(f"chosen on 60 blocks: token-ce {chosen} of 0.01/0.02, none {chosen} of")
+        assert found is passed
 
 
 def test_figures_have_words_and_every_arm(result: SupervisionResult) -> None:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dspine_probe.drafts.checkpoint import CONFIG, load_draft
 from dspine_probe.errors import UsageError
 from dspine_probe.files import write_atomically
@@ -19,7 +21,7 @@ from dspine_probe.target import Target
 from dspine_probe.training.features import FeatureStore
 from dspine_probe.training.intermediate import NONE, TOKEN_CE, Supervision
 from dspine_probe.training.optimization import TrainConfig
-from dspine_probe.training.run import DraftPlan, Reports, train_draft
+from dspine_probe.training.run import PLAN, DraftPlan, Reports, train_draft
 from dspine_probe.training.state import STATE
 from dspine_probe.training.validation import split, validate
 
@@ -60,7 +62,7 @@ class ArmsPlan:
     training: TrainConfig
     draft: DraftPlan = DraftPlan("dflash")
     rates: tuple[float, ...] = (5e-4, 1e-3, 2e-3)
-    tuning_blocks: int = 100_000
+    tuning_blocks: int = 25_600
     tuning_seed: int = 1_000
 
     def __post_init__(self) -> None:
@@ -84,6 +86,19 @@ class ArmRun:
     def finished(self) -> bool:
         """Whether the checkpoint has been written."""
         return (self.checkpoint / CONFIG).is_file()
+
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """Plan and training settings of the run.
+
+        Raises:
+            UsageError: the run's folder does not hold them.
+        """
+        for path in (self.run / PLAN, self.run / STATE):
+            if not path.is_file():
+                raise UsageError(f"{path} was not found; give the folder in which the arm was trained.")
+        # Mapped, not read: the settings are a few bytes of a large file.
+        state = torch.load(self.run / STATE, map_location="cpu", weights_only=True, mmap=True)
+        return {"plan": json.loads((self.run / PLAN).read_text()), "training": state["config"]}
 
     @classmethod
     def at(cls, folder: Path, name: str) -> ArmRun:
@@ -115,9 +130,13 @@ def train_arms(
         worker: which of several processes this is; each takes whole arms.
         workers: how many processes share the plan.
         on_run: called with the name of every run that begins; returns who is told about it.
+
+    Raises:
+        UsageError: an arm has been trained already, at another rate than the one given or chosen.
     """
-    for name in list(plan.arms)[worker::workers]:
-        lr = _learning_rate(name, plan, target, store, folder, on_run)
+    mine = list(plan.arms)[worker::workers]
+    rates = {name: _learning_rate(name, plan, target, store, folder, on_run) for name in mine}
+    for name, lr in rates.items():
         for seed in plan.arms[name].seeds:
             training = replace(plan.training, seed=seed, lr=lr)
             _train(_run_name(name, seed), name, plan, training, target, store, folder, on_run)
@@ -182,11 +201,24 @@ def _train(
     on_run: OnRun | None,
 ) -> ArmRun:
     run = ArmRun.at(folder, run_name)
-    if not run.finished:
-        draft = replace(plan.draft, supervision=plan.arms[arm].supervision)
-        reports = Reports() if on_run is None else on_run(run_name)
-        train_draft(draft, target, store, training, run.run, run.checkpoint, reports=reports)
+    if run.finished:
+        _refuse_another_rate(run, training.lr)
+        return run
+    draft = replace(plan.draft, supervision=plan.arms[arm].supervision)
+    reports = Reports() if on_run is None else on_run(run_name)
+    train_draft(draft, target, store, training, run.run, run.checkpoint, reports=reports)
     return run
+
+
+def _refuse_another_rate(run: ArmRun, lr: float) -> None:
+    if not (run.run / STATE).is_file():
+        return  # a run that chose a rate, which its name says
+    before = run.settings()["training"]["lr"]
+    if before != lr:
+        raise UsageError(
+            f"{run.checkpoint} was trained at the rate {before:g}, and {lr:g} was chosen for it; train into another "
+            f"folder, or give {before:g} alone."
+        )
 
 
 def _run_name(arm: str, seed: int | str) -> str:

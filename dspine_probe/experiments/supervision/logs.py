@@ -1,6 +1,6 @@
 """What the files of a finished training run say: its settings, and how it went against blocks trained.
 
-`run_settings` and `refuse_unlike` see to it that arms differ in supervision alone; `curve` gives rows of a table.
+`refuse_unlike` sees to it that arms differ in supervision alone; `curve` gives rows of a table.
 """
 
 from __future__ import annotations
@@ -10,29 +10,11 @@ from collections.abc import Iterator, Mapping
 from statistics import fmean, median
 from typing import Any
 
-import torch
-
 from dspine_probe.errors import UsageError
 from dspine_probe.experiments.supervision.arms import ArmRun, Runs
 from dspine_probe.training.records import METRICS, VALIDATION, read_rows
-from dspine_probe.training.run import PLAN
-from dspine_probe.training.state import STATE
 
 _MAY_DIFFER = ("lr", "seed", "save_every", "log_every")
-
-
-def run_settings(run: ArmRun) -> dict[str, dict[str, Any]]:
-    """Plan and training settings of a run.
-
-    Raises:
-        UsageError: the run's folder does not hold them.
-    """
-    for path in (run.run / PLAN, run.run / STATE):
-        if not path.is_file():
-            raise UsageError(f"{path} was not found; give the folder in which the arm was trained.")
-    # Mapped, not read: the settings are a few bytes of a large file.
-    state = torch.load(run.run / STATE, map_location="cpu", weights_only=True, mmap=True)
-    return {"plan": json.loads((run.run / PLAN).read_text()), "training": state["config"]}
 
 
 def refuse_unlike(runs: Runs, settings: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> None:

@@ -23,7 +23,7 @@ from dspine_probe.experiments.contrast import Draws
 from dspine_probe.experiments.progress import Progress
 from dspine_probe.experiments.stats import RESAMPLES
 from dspine_probe.experiments.supervision.arms import ArmRun, Runs
-from dspine_probe.experiments.supervision.logs import curve, refuse_unlike, run_settings
+from dspine_probe.experiments.supervision.logs import curve, refuse_unlike
 from dspine_probe.experiments.supervision.readings import (
     ArmReadings,
     OwnReadouts,
@@ -77,7 +77,7 @@ def supervision(
         UsageError: no arm "none", arms that were not trained alike, or fewer than two answers.
     """
     _refuse(runs, arena)
-    settings = {arm: {seed: run_settings(run) for seed, run in of.items()} for arm, of in runs.items()}
+    settings = {arm: {seed: run.settings() for seed, run in of.items()} for arm, of in runs.items()}
     refuse_unlike(runs, settings)
     began, done, total = time.monotonic(), 0, sum(map(len, runs.values()))
     space = TransferSpace.fit(target.head, config.rank or target.hidden_size // 3)

@@ -6,7 +6,7 @@ sign; the published order (token cross-entropy < none < cosine) counts as decide
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 NAME = "supervision"
 COMMAND = "dspine-probe probe supervision"
 COSINE = "cosine"
+_COMPARED = (TOKEN_CE, BASE, COSINE)
 RAISES, LOWERS, UNDECIDED = "raises", "lowers", "cannot be told from"
 _ENOUGH_SEEDS = 3
 
@@ -82,7 +83,7 @@ class SupervisionResult(TableResult):
             "; ".join(
                 f"{arm} {self._mean(arm, 'al')['value']:.3f}"
                 + ("" if arm == BASE else f" ({_signed(self._mean(arm, 'al_gain'))})")
-                for arm in (TOKEN_CE, BASE, COSINE)
+                for arm in _COMPARED
             )
             + f"; {self._setting()}"
         )
@@ -169,10 +170,9 @@ class SupervisionResult(TableResult):
             half, end = self.settling(arm)
             outcome = f"{arm}: {half:+.3f} tokens per anchor at half of the blocks, {end:+.3f} at the end"
             yield "order settled", outcome, None if half != half else (half > 0) == (end > 0)
-        tuned = set(self.config["rates"]) >= {TOKEN_CE, BASE, COSINE}
-        yield "learning rate chosen for each arm", "yes" if tuned else "one rate for all arms", tuned
+        yield "learning rate chosen for each arm", *self._rates()
         for arm in dict.fromkeys((*self.arms, *variant_arms())):
-            if arm not in (BASE, TOKEN_CE, COSINE):
+            if arm not in _COMPARED:
                 measured = arm in self.arms
                 outcome = f"{_signed(self._mean(arm, 'al_gain'))}, one seed" if measured else "not measured"
                 yield f"{arm} in its place", outcome, None
@@ -182,6 +182,22 @@ class SupervisionResult(TableResult):
         }
         yield "crowding out (effective rank by layer)", "; ".join(f"{a} {r}" for a, r in ranks.items()), None
 
+    def _rates(self) -> tuple[str, bool]:
+        """Rates chosen by short runs beside those trained with, and whether they are the same."""
+        trained = {arm: {run["training"]["lr"] for run in self.arms[arm].values()} for arm in _COMPARED}
+        used = ", ".join(f"{arm} {_either(rates)}" for arm, rates in trained.items())
+        tried = self.config["rates"]
+        if not set(tried) >= set(_COMPARED):
+            return f"not chosen; trained at {used}", False
+        chosen = {arm: tried[arm]["chosen"] for arm in _COMPARED}
+        said = ", ".join(
+            f"{arm} {chosen[arm]:g} of {_either(map(float, tried[arm]['tokens_per_anchor']))}"
+            for arm in _COMPARED
+        )
+        blocks = tried[BASE]["blocks"]
+        same = all(rates == {chosen[arm]} for arm, rates in trained.items())
+        return f"chosen on {blocks:,} blocks: {said}; trained at {used}", same
+
 
 def _interval(row: pd.Series) -> str:
     return f"{row['value']:.3f} [{row['low']:.3f}, {row['high']:.3f}]"
@@ -189,6 +205,10 @@ def _interval(row: pd.Series) -> str:
 
 def _signed(row: pd.Series) -> str:
     return f"{row['value']:+.3f} [{row['low']:+.3f}, {row['high']:+.3f}]"
+
+
+def _either(rates: Iterable[float]) -> str:
+    return "/".join(f"{rate:g}" for rate in sorted(rates))
 
 
 def _listed(rows: pd.DataFrame, form: str) -> str:
