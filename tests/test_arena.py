@@ -8,7 +8,8 @@ import torch
 from tiny import prompts, tiny_target
 from torch import Tensor
 
-from dspine_probe.decoding.batch import Completion, generate_greedy
+from dspine_probe.decoding.batch import generate_greedy
+from dspine_probe.decoding.continuous import Completion
 from dspine_probe.errors import ProbeError, UsageError
 from dspine_probe.experiments.arena import Arena
 from dspine_probe.experiments.arena_building import build_arena

@@ -4,7 +4,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from dspine_probe.decoding.batch import _common_prefix, generate_greedy, generate_sampled, sample_nucleus
+from dspine_probe.decoding.batch import generate_greedy, generate_sampled, sample_nucleus
+from dspine_probe.decoding.continuous import common_prefix
 from dspine_probe.decoding.lean import LeanDecoder, check_supported
 from dspine_probe.errors import UsageError
 from dspine_probe.target import Target
@@ -70,8 +71,8 @@ def test_a_shared_prefix_changes_nothing() -> None:
     asked = [head + ids for ids in prompts(9, seed=2)] + [head + [1]]
     done = generate_greedy(target, asked, max_new_tokens=20, batch_size=4)
     assert [c.response_ids for c in done] == [reference(model, ids, [3], 20) for ids in asked]
-    assert list(_common_prefix(asked)) == head
-    assert list(_common_prefix([[1, 2], [1, 2]])) == [1]
+    assert list(common_prefix(asked)) == head
+    assert list(common_prefix([[1, 2], [1, 2]])) == [1]
 
 
 def test_rows_are_resorted_without_changing_tokens() -> None:

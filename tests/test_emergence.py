@@ -12,8 +12,7 @@ from torch.nn import functional
 
 from dspine_probe.config import DFLASH, DSPINE
 from dspine_probe.errors import ProbeError, UsageError
-from dspine_probe.experiments.emergence import controls, readers
-from dspine_probe.experiments.emergence.measure import EmergenceConfig, emergence
+from dspine_probe.experiments.emergence import EmergenceConfig, controls, emergence, readers
 from dspine_probe.experiments.emergence.probes import LinearProbeConfig, linear_probes
 from dspine_probe.experiments.emergence.readers import TranslatorConfig
 from dspine_probe.experiments.emergence.readings import Readings, choose_windows, read_draft, residual_names

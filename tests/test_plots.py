@@ -14,7 +14,7 @@ from tiny import tiny_draft, tiny_target
 from dspine_probe.config import DFLASH, DSPINE
 from dspine_probe.errors import ProbeError
 from dspine_probe.experiments.acceptance import AcceptanceResult, RequestCounts
-from dspine_probe.experiments.emergence.measure import emergence
+from dspine_probe.experiments.emergence import emergence
 from dspine_probe.experiments.speed import Decoded, SpeedResult
 from dspine_probe.plots import acceptance, figure_block, speed, style
 from dspine_probe.plots import emergence as emergence_plots

@@ -13,7 +13,7 @@ from jaxtyping import Int
 from torch import Tensor
 from transformer_lens.utilities.statistics import derive_generator
 
-from dspine_probe.decoding.batch import Completion
+from dspine_probe.decoding.continuous import Completion
 from dspine_probe.errors import UsageError
 from dspine_probe.experiments.arena import Arena
 from dspine_probe.experiments.evaluation import answer_prompts, read_answers, similar_lengths

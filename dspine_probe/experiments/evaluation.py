@@ -15,7 +15,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from dspine_probe.decoding.batch import Completion, generate_greedy
+from dspine_probe.decoding.batch import generate_greedy
+from dspine_probe.decoding.continuous import Completion
 from dspine_probe.decoding.offline import Answer, walk
 from dspine_probe.drafts import Draft
 from dspine_probe.errors import UsageError

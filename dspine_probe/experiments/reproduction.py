@@ -20,7 +20,7 @@ from dspine_probe.experiments.arena_building import choose_blocks, read_states
 from dspine_probe.experiments.corruption.config import CorruptionConfig
 from dspine_probe.experiments.corruption.measure import corruption
 from dspine_probe.experiments.corruption.result import CorruptionResult
-from dspine_probe.experiments.emergence.measure import EmergenceConfig, emergence
+from dspine_probe.experiments.emergence import EmergenceConfig, emergence
 from dspine_probe.experiments.emergence.result import EmergenceResult
 from dspine_probe.experiments.evaluation import accept, answer_prompts
 from dspine_probe.experiments.injection_depth.measure import InjectionConfig, injection_depth

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dspine_probe.decoding.batch import Completion, generate_greedy
+from dspine_probe.decoding.batch import generate_greedy
+from dspine_probe.decoding.continuous import Completion
 from dspine_probe.errors import UsageError
 from dspine_probe.files import write_atomically
 from dspine_probe.prompts import Prompt
