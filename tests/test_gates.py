@@ -254,7 +254,7 @@ def test_correlation_uses_rows_where_both_are_measured():
 # ---- the whole
 
 
-CONFIG = GatesConfig(walked_per_set=1, resamples=20)
+CONFIG = GatesConfig(walked_per_set=2, resamples=20)
 
 
 @pytest.fixture(scope="module")
@@ -302,6 +302,8 @@ def test_what_has_no_gates_or_does_not_fit_is_refused(spine, arena):
         gates({"a": spine}, arena, TOKENIZER, config=GatesConfig(clamps=("0", "2")))
     with pytest.raises(UsageError, match="drafts 3 slots and the arena has 2"):
         gates({"a": spine}, replace(arena, slots=2), TOKENIZER)
+    with pytest.raises(UsageError, match="walked_per_set is 1, but intervals need two"):
+        GatesConfig(walked_per_set=1)
     thin = tuple(replace(a, taps=a.taps[:, :D_MODEL]) for a in arena.answers)
     with pytest.raises(UsageError, match=f"16 tap values a token and 'a' reads {TAPS * D_MODEL}"):
         gates({"a": spine}, replace(arena, answers=thin), TOKENIZER)

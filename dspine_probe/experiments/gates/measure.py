@@ -65,6 +65,12 @@ class GatesConfig:
     resamples: int = RESAMPLES
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        if self.walked_per_set == 1:
+            raise UsageError(
+                "walked_per_set is 1, but intervals need two answers of a set; give 2 or more, or 0 for no walk."
+            )
+
 
 def gates(
     drafts: Mapping[str, DSpine],
