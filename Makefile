@@ -24,8 +24,9 @@ test: $(STAMP)  ## format, lint, types, tests
 lab: $(STAMP)  ## open JupyterLab on the notebooks
 	$(BIN)/jupyter lab --notebook-dir=notebooks
 
-notebooks: $(STAMP)  ## run every notebook again, in place
+notebooks: $(STAMP)  ## run every notebook again, in place, with still pictures for pages that cannot draw
 	$(BIN)/jupyter execute --inplace notebooks/*.ipynb
+	$(BIN)/python -m dspine_probe.plots.stills notebooks/*.ipynb
 
 install: $(STAMP)
 

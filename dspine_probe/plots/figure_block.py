@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pandas as pd
 import plotly.graph_objects as go
+from IPython.display import HTML, display
 from plotly.offline import get_plotlyjs
 
 from dspine_probe.files import write_atomically
@@ -43,6 +44,11 @@ class FigureBlock:
     caption: str
     alt: str
     table: pd.DataFrame
+
+    def show(self) -> None:
+        """Show the block in a notebook: title, caption and text alternative above the live figure."""
+        words = (f"<b>{html.escape(self.title)}.</b> {html.escape(self.caption)}", html.escape(self.alt))
+        display(HTML("<p>{}</p>\n<p>In words: {}</p>".format(*words)), self.figure)
 
     def to_html(self, number: int = 1) -> str:
         """The block as an HTML section that expects `Plotly` to be loaded; `number` makes its ids unique."""
