@@ -27,7 +27,8 @@ from dspine_probe.hooks import HookedDraft
 
 Score = Callable[[Float[Tensor, "row draft_slot d_model"], Int[Tensor, "row"]], Float[Tensor, "row *score"]]
 Values = Mapping[str, Tensor]
-MOST_ROWS = 1024
+MOST_ROWS = 512
+"""More blocks side by side no longer save weights read, and their states leave the cache."""
 
 
 @dataclass(frozen=True)

@@ -157,7 +157,7 @@ def _without_own_injection(
         return _label_log_prob(draft, draft.logits(hidden), labels[block])
 
     run = Blocks(context, batch.anchor_tokens, batch.anchors)
-    one = sweep(draft, run, sites, dict.fromkeys(writes, nothing), score, most_rows=512).patched
+    one = sweep(draft, run, sites, dict.fromkeys(writes, nothing), score).patched
     one = one.view(layers, slots, blocks, slots).diagonal(dim1=1, dim2=3)
     every = []
     for slot in range(slots):
