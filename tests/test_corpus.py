@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from dspine_probe.decoding import batch
+from dspine_probe.decoding import continuous
 from dspine_probe.errors import ProbeError, UsageError
 from dspine_probe.prompts import Prompt
 from dspine_probe.target import Target
@@ -82,15 +82,15 @@ def test_killed_run_resumes_to_the_same_corpus(
 ) -> None:
     prompts = asked(40)
     whole = regenerate(target, prompts, tmp_path / "whole", **SETTINGS)
-    original, finished = batch._Batch.take_finished, []
+    original, finished = continuous.Batch.take_finished, []
 
-    def die_later(self: batch._Batch) -> list[tuple[int, batch.Completion]]:
+    def die_later(self: continuous.Batch) -> list[tuple[int, continuous.Completion]]:
         finished.append(1)
         if len(finished) > 30:
             raise KeyboardInterrupt
         return original(self)
 
-    monkeypatch.setattr(batch._Batch, "take_finished", die_later)
+    monkeypatch.setattr(continuous.Batch, "take_finished", die_later)
     with pytest.raises(KeyboardInterrupt):
         regenerate(target, prompts, tmp_path / "killed", **SETTINGS)
     monkeypatch.undo()
