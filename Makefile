@@ -12,7 +12,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 
 .PHONY: reproduce test lab notebooks install clean
 
-reproduce: $(STAMP)  ## measure the first finding and write figures/
+reproduce: $(STAMP)  ## measure the findings and write figures/reproduce/
 	$(BIN)/dspine-probe reproduce
 
 test: $(STAMP)  ## format, lint, types, tests

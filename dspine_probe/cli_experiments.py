@@ -51,7 +51,9 @@ def evaluate(
 
 
 def reproduce(
-    output: Annotated[Path, typer.Option(help="Folder for report, figures and tables.")] = Path("figures"),
+    output: Annotated[Path, typer.Option(help="Folder for report, figures and tables.")] = Path(
+        "figures/reproduce"
+    ),
     draft: Annotated[
         list[str] | None, typer.Option(help="Drafts to compare; default: the shipped dflash and dspine.")
     ] = None,
