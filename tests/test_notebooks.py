@@ -8,6 +8,7 @@ import pytest
 from nbclient import NotebookClient
 
 from dspine_probe.drafts.checkpoint import shipped_checkpoints
+from dspine_probe.plots.stills import PLOTLY, PNG
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -56,7 +57,7 @@ def test_notebook_runs(path):
         for cell in notebook.cells
         if cell.cell_type == "code"
     ]
-    assert any("application/vnd.plotly.v1+json" in kind for kind in kinds), "no figure was drawn"
+    assert any(PLOTLY in kind for kind in kinds), "no figure was drawn"
     views = sum("application/vnd.jupyter.widget-view+json" in kind for kind in kinds)
     assert views == sum(LIVE in tags(cell) for cell in notebook.cells), "a live cell shows no view"
 
@@ -75,5 +76,7 @@ def test_notebook_is_clean(path):
     assert all(part in prose for part in ("**Question.**", "**Prediction", "does not show"))
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     assert outputs and all(output.output_type != "error" for output in outputs)
-    assert path.stat().st_size < 300_000, "figures are kept as data, without a copy of plotly.js"
+    assert path.stat().st_size < 700_000, "figures are kept as data and a still, without a copy of plotly.js"
+    drawn = [output.data for output in outputs if PLOTLY in output.get("data", {})]
+    assert drawn and all(PNG in data for data in drawn), "run `make notebooks`, which adds the stills"
     assert len({cell.id for cell in notebook.cells}) == len(notebook.cells)
