@@ -20,6 +20,7 @@ import pandas as pd
 from torch import Tensor
 
 from dspine_probe import __version__
+from dspine_probe.drafts import Draft
 from dspine_probe.errors import ProbeError, UsageError
 from dspine_probe.files import write_atomically
 
@@ -133,3 +134,15 @@ def plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+def draft_record(draft: Draft) -> dict[str, Any]:
+    """What a result keeps of a draft's build."""
+    config = draft.config
+    return {
+        "architecture": config.architecture,
+        "layers": config.num_hidden_layers,
+        "slots": config.num_slots,
+        "causal": config.is_causal,
+        "vocabulary": draft.head.shape[0],
+    }

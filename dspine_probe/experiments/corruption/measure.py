@@ -29,7 +29,7 @@ from dspine_probe.experiments.contrast import Draws
 from dspine_probe.experiments.corruption.config import CorruptionConfig
 from dspine_probe.experiments.corruption.protocols import CLEAN, TOKEN, A, B, C
 from dspine_probe.experiments.corruption.result import CorruptionResult
-from dspine_probe.experiments.corruption.run import CorruptionRun, Progress, StandIns
+from dspine_probe.experiments.corruption.run import CorruptionRun, StandIns
 from dspine_probe.experiments.corruption.scores import Fields, Key
 from dspine_probe.experiments.corruption.substitutes import (
     FREQUENCY,
@@ -39,7 +39,8 @@ from dspine_probe.experiments.corruption.substitutes import (
     substitutes,
 )
 from dspine_probe.experiments.corruption.table import PREDECESSOR, Row, Tabulator, acceptance_rows
-from dspine_probe.experiments.results import plain
+from dspine_probe.experiments.progress import Progress
+from dspine_probe.experiments.results import draft_record, plain
 from dspine_probe.precision import fast_matmul
 from dspine_probe.target import Target
 
@@ -95,7 +96,7 @@ def corruption(
     return CorruptionResult(
         table=pd.DataFrame(rows),
         config=plain(config),
-        drafts={name: _about(draft) for name, draft in drafts.items()},
+        drafts={name: draft_record(draft) for name, draft in drafts.items()},
         data=_data(arena, walked, tabulator, run) | {"fine_tuned": list(fine_tuned)},
         checks=run.checks,
         skipped=_SKIPPED | _left_out(drafts, fine_tuned, config),
@@ -183,17 +184,6 @@ def _data(arena: Arena, walked: Sequence[int], tabulator: Tabulator, run: Corrup
         "rerun_unedited": run.reruns,
     }
     return {"arena": plain(arena.about)} | counted
-
-
-def _about(draft: Draft) -> dict[str, Any]:
-    config = draft.config
-    return {
-        "architecture": config.architecture,
-        "layers": config.num_hidden_layers,
-        "slots": config.num_slots,
-        "causal": config.is_causal,
-        "vocabulary": draft.head.shape[0],
-    }
 
 
 def _left_out(

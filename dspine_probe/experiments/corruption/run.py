@@ -32,7 +32,7 @@ from dspine_probe.experiments.corruption.protocols import (
 )
 from dspine_probe.experiments.corruption.scores import Fields, Key, Sheets, join
 from dspine_probe.experiments.corruption.substitutes import ZERO
-from dspine_probe.experiments.progress import Progress
+from dspine_probe.experiments.progress import Progress, Ticker
 from dspine_probe.hooks import HookedDraft
 from dspine_probe.target import Target
 
@@ -62,8 +62,7 @@ class CorruptionRun:
         self.reruns: dict[str, float] = {"tokens": 0, "reproduced": 0, "largest_error": 0.0}
         groups = -(-len(arena.order) // config.answers_per_batch)
         walks = len(drafts) * (1 + len(config.walk_kinds))
-        self._total = groups * (1 + len(drafts) + len(fine_tuned)) + walks
-        self._on_step, self._done = on_step, 0
+        self._tick = Ticker(on_step, groups * (1 + len(drafts) + len(fine_tuned)) + walks)
 
     def measure(self) -> dict[str, dict[Key, Fields]]:
         """Every condition of every draft on all blocks, in the arena's order."""
@@ -140,11 +139,6 @@ class CorruptionRun:
         self.reruns["tokens"] += int(measurable.sum())
         self.reruns["reproduced"] += int((same & measurable).sum())
         self.reruns["largest_error"] = max(self.reruns["largest_error"], float(F.pad(error, (0, 1)).max()))
-
-    def _tick(self, what: str) -> None:
-        self._done += 1
-        if self._on_step is not None:
-            self._on_step(what, self._done, self._total)
 
 
 def _rounds(walked: Sequence[Rounds]) -> Int[Tensor, "answer"]:

@@ -22,9 +22,9 @@ from dspine_probe.errors import UsageError
 from dspine_probe.experiments.emergence.config import EmergenceConfig
 from dspine_probe.experiments.emergence.readings import TargetSequence, Window, choose_windows
 from dspine_probe.experiments.emergence.result import EmergenceResult, Measured, tabulate
-from dspine_probe.experiments.emergence.run import EmergenceRun, Ticker, steps
-from dspine_probe.experiments.progress import Progress
-from dspine_probe.experiments.results import plain
+from dspine_probe.experiments.emergence.run import EmergenceRun, steps
+from dspine_probe.experiments.progress import Progress, Ticker
+from dspine_probe.experiments.results import draft_record, plain
 from dspine_probe.experiments.splits import Split, split_prompts
 from dspine_probe.precision import fast_matmul
 
@@ -75,7 +75,7 @@ def emergence(
     return EmergenceResult(
         table=tabulate(measured, split, config.resamples, config.seed),
         config=plain(config),
-        drafts={name: _about(draft) for name, draft in drafts.items()},
+        drafts={name: draft_record(draft) for name, draft in drafts.items()},
         data=_data(drafts, sequences, windows, split),
         seconds=time.perf_counter() - started,
     )
@@ -88,17 +88,6 @@ def _common_slots(drafts: Mapping[str, Draft]) -> int:
             f"drafts to compare need one block size and have {widths}; give one or more of one size."
         )
     return next(iter(drafts.values())).config.num_slots
-
-
-def _about(draft: Draft) -> dict[str, Any]:
-    config = draft.config
-    return {
-        "architecture": config.architecture,
-        "layers": config.num_hidden_layers,
-        "slots": config.num_slots,
-        "causal": config.is_causal,
-        "vocabulary": draft.head.shape[0],
-    }
 
 
 def _data(

@@ -24,7 +24,7 @@ from dspine_probe.experiments.emergence.readers import (
 )
 from dspine_probe.experiments.emergence.readings import Readings, TargetSequence, Window, read_draft
 from dspine_probe.experiments.emergence.result import Measured
-from dspine_probe.experiments.progress import Progress
+from dspine_probe.experiments.progress import Ticker
 from dspine_probe.experiments.splits import Split
 from dspine_probe.hooks import HookedDraft
 
@@ -167,18 +167,6 @@ class EmergenceRun:
         rows = part[:, None].expand(-1, slots).flatten().nonzero().squeeze(1)
         generator = derive_generator(self.config.seed, purpose)
         return rows[torch.randperm(len(rows), generator=generator)[:most]].to(readings.states.device)
-
-
-class Ticker:
-    """Counts steps for a progress display."""
-
-    def __init__(self, on_step: Progress | None, total: int) -> None:
-        self.on_step, self.total, self.done = on_step, total, 0
-
-    def __call__(self, what: str) -> None:
-        self.done += 1
-        if self.on_step is not None:
-            self.on_step(what, self.done, self.total)
 
 
 def steps(draft: Draft, config: EmergenceConfig) -> int:
