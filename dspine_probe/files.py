@@ -1,8 +1,9 @@
 """Files that are whole or absent, and the folders where data and downloads are kept.
 
 `write_atomically` writes beside the destination, flushes to disk and renames, so that a kill or a full disk never
-leaves half a file under the final name; `write_folder_atomically` does the same for a folder. `data_dir` is what the
-repository ships, `cache_dir` the per-user cache; `sha256_of` checks what is in it.
+leaves half a file under the final name; `write_folder_atomically` does the same for a folder. Both write to where a
+link leads. `refuse_unwritable` finds a bad destination before any work. `data_dir` is what the repository ships,
+`cache_dir` the per-user cache; `sha256_of` checks what is in it.
 """
 
 import errno
@@ -10,14 +11,17 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from dspine_probe.errors import ProbeError
+from dspine_probe.errors import ProbeError, UsageError
 
 CACHE_VARIABLE = "DSPINE_PROBE_CACHE"
 DATA_VARIABLE = "DSPINE_PROBE_DATA"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_NO_RENAME = (errno.EBUSY, errno.EXDEV, errno.EACCES, errno.EPERM, errno.EROFS)
+_NO_PLACE = (errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOTEMPTY)
 _CHUNK = 1 << 20
 
 
@@ -29,15 +33,18 @@ def cache_dir() -> Path:
     Raises:
         ProbeError: the folder cannot be created.
     """
-    chosen = os.environ.get(CACHE_VARIABLE)
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = Path(chosen).expanduser() if chosen else base / "dspine_probe"
+    chosen, shared = os.environ.get(CACHE_VARIABLE), os.environ.get("XDG_CACHE_HOME")
     try:
+        if chosen:
+            folder = Path(chosen).expanduser()
+        else:
+            folder = (Path(shared) if shared else Path.home() / ".cache") / "dspine_probe"
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+        fault = getattr(error, "strerror", None) or str(error).rstrip(".")
+        place = getattr(error, "filename", None) or "the cache folder"
         raise ProbeError(
-            f"the cache folder {folder} cannot be created ({error.strerror}); "
-            f"set {CACHE_VARIABLE} to a folder you can write to"
+            f"{place} cannot be created ({fault}); set {CACHE_VARIABLE} to a folder you can write to"
         ) from error
     return folder
 
@@ -64,8 +71,38 @@ def sha256_of(path: Path) -> str:
     return digest.hexdigest()
 
 
+def refuse_unwritable(path: Path, *, folder: bool = True) -> None:
+    """Refuse a destination that could not be written in the end. Nothing is created.
+
+    Args:
+        path: a folder, or with `folder=False` a file, that need not exist yet.
+
+    Raises:
+        UsageError: something else is there, or it cannot be made or written to.
+    """
+    place = Path(os.path.realpath(path))
+    if place.exists() and place.is_dir() != folder:
+        raise UsageError(
+            f"{path} is a {'file' if folder else 'folder'}; name a {'folder' if folder else 'file'} to write to"
+        )
+    within = place if folder else place.parent
+    nearest = next(step for step in (within, *within.parents) if os.path.lexists(step))
+    if not nearest.is_dir():
+        raise UsageError(f"{path} cannot be made because {nearest} is a file; name another place to write to")
+    if not may_write(nearest):
+        raise UsageError(
+            f"{path} cannot be written ({nearest} is closed to you); name a place you can write to"
+        )
+
+
+def may_write(folder: Path) -> bool:
+    """Whether files can be made in a folder that exists."""
+    effective = os.access in os.supports_effective_ids
+    return os.access(folder, os.W_OK | os.X_OK, effective_ids=effective)
+
+
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Create or replace `path` with what `write` puts into the temporary file it is given.
+    """Create or replace `path`, or what it links to, with what `write` puts into the temporary file it is given.
 
     The temporary file lies in the same folder and keeps the suffix of `path`. Until the rename, `path` is as it was;
     after a failure the temporary file is gone and `path` untouched.
@@ -73,75 +110,78 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     Raises:
         ProbeError: the disk is full, or the folder cannot be written to.
     """
-    path = Path(path)
-    temporary = _temporary_beside(path)
-    try:
-        write(temporary)
-        _use_ordinary_mode(temporary)
-        _flush(temporary)
-        os.replace(temporary, path)
-    except Exception as error:
-        if _is_full(error):
-            raise _full(path) from error
-        raise
-    finally:
-        temporary.unlink(missing_ok=True)
+    path = Path(os.path.realpath(path))
+    with _faults_of(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=path.suffix)
+        os.close(handle)
+        temporary = Path(name)
+        try:
+            write(temporary)
+            give_ordinary_mode(temporary)
+            _flush(temporary)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
     _flush_folder(path.parent)
 
 
 def write_folder_atomically(folder: Path, write: Callable[[Path], object]) -> None:
-    """Create or replace `folder` with what `write` puts into the empty folder it is given.
+    """Create or replace `folder`, or what it links to, with what `write` puts into the empty folder it is given.
 
     `write` sees a folder beside the final one and should flush its files (`write_atomically` does). A folder already
-    there is replaced whole, other files in it included.
+    there is replaced whole, other files in it included. Where it cannot be renamed (a mount point, or a parent that is
+    closed), `write` is called with a folder inside it, and the contents are exchanged one by one.
 
     Raises:
-        ProbeError: the disk is full, or the parent folder cannot be written to.
+        ProbeError: the disk is full, or neither the folder nor its parent can be written to.
     """
-    folder = Path(folder).absolute()
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
-    except OSError as error:
-        if _is_full(error):
-            raise _full(folder) from error
-        raise ProbeError(
-            f"{folder} cannot be written ({error.strerror}); name a folder you can write to"
-        ) from error
-    try:
-        made = scratch / "new"
-        made.mkdir()
-        write(made)
-        if folder.exists():
-            folder.rename(scratch / "old")
-        made.rename(folder)
-    except Exception as error:
-        if _is_full(error):
-            raise _full(folder) from error
-        raise
-    finally:
-        if (scratch / "old").exists() and not folder.exists():
-            (scratch / "old").rename(folder)
-        shutil.rmtree(scratch, ignore_errors=True)
+    folder = Path(os.path.realpath(folder))
+    with _faults_of(folder):
+        try:
+            _exchange(folder, write, inside=False)
+        except OSError as error:
+            if error.errno not in _NO_RENAME or not folder.is_dir():
+                raise
+            _exchange(folder, write, inside=True)
     _flush_folder(folder.parent)
 
 
-def _temporary_beside(path: Path) -> Path:
+def _exchange(folder: Path, write: Callable[[Path], object], *, inside: bool) -> None:
+    """Make the new contents in a scratch folder beside or inside, then put them in place of the old."""
+    place = folder if inside else folder.parent
+    place.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(dir=place, prefix=f".{folder.name}."))
+    made, old = scratch / "new", scratch / "old"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=path.suffix)
-    except OSError as error:
-        if _is_full(error):
-            raise _full(path) from error
-        raise ProbeError(
-            f"{path} cannot be written ({error.strerror}); name a folder you can write to"
-        ) from error
-    os.close(handle)
-    return Path(name)
+        made.mkdir()
+        write(made)
+        if inside:
+            old.mkdir()
+            _move(folder, old, all_but=scratch)
+            _move(made, folder)
+        else:
+            if folder.exists():
+                folder.rename(old)
+            made.rename(folder)
+    except BaseException:
+        if old.exists() and inside:
+            _move(old, folder)
+        elif old.exists():
+            old.rename(folder)
+        raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _use_ordinary_mode(path: Path) -> None:
-    # mkstemp gives 0600, and some writers put such a file of their own in its place
+def _move(source: Path, destination: Path, *, all_but: Path | None = None) -> None:
+    for path in list(source.iterdir()):
+        if path != all_but:
+            path.rename(destination / path.name)
+
+
+def give_ordinary_mode(path: Path) -> None:
+    """Let those read a file who may read any new file; mkstemp and some writers close it to others (0600)."""
     umask = os.umask(0)
     os.umask(umask)
     os.chmod(path, 0o666 & ~umask)
@@ -155,21 +195,28 @@ def _flush(path: Path) -> None:
 def _flush_folder(folder: Path) -> None:
     if os.name != "posix":
         return
-    handle = os.open(folder, os.O_RDONLY)
+    with suppress(PermissionError):  # one may write to a folder that one may not read
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+@contextmanager
+def _faults_of(path: Path) -> Iterator[None]:
+    """Turn what the system refuses into a sentence."""
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _is_full(error: Exception) -> bool:
-    # safetensors and torch report a full disk with errors of their own
-    if isinstance(error, OSError) and error.errno in _FULL:
-        return True
-    return "No space left on device" in str(error)
-
-
-def _full(path: Path) -> ProbeError:
-    return ProbeError(
-        f"the disk is full, so {path} was not written; free some space there and run the command again"
-    )
+        yield
+    except Exception as error:
+        code = error.errno if isinstance(error, OSError) else None
+        # safetensors and torch report a full disk with errors of their own
+        if code in _FULL or "No space left on device" in str(error):
+            raise ProbeError(
+                f"the disk is full, so {path} was not written; free some space there and run the command again"
+            ) from error
+        if code in (*_NO_RENAME, *_NO_PLACE):
+            raise ProbeError(
+                f"{path} cannot be written ({os.strerror(code or 0)}); name a place you can write to"
+            ) from error
+        raise

@@ -1,7 +1,8 @@
 """The sizes of a target, read from its transformers configuration.
 
 Llama- and Qwen-like configurations name the same things, but some leave a key out or moved it between versions; the
-gaps are closed here, so that everything else reads plain numbers.
+gaps are closed here where the format says how, and refused by name elsewhere, so that everything else reads plain
+numbers.
 """
 
 from typing import Any
@@ -9,25 +10,26 @@ from typing import Any
 from dspine_probe.errors import UsageError
 
 
-class Geometry:
+class TargetGeometry:
     """Sizes of a decoder; `config` is the (text) configuration of transformers."""
 
+    name: str
     config: Any
 
     @property
     def hidden_size(self) -> int:
         """Width d_model of the residual stream."""
-        return int(self.config.hidden_size)
+        return int(self._declared("hidden_size"))
 
     @property
     def num_layers(self) -> int:
         """Number of decoder layers."""
-        return int(self.config.num_hidden_layers)
+        return int(self._declared("num_hidden_layers"))
 
     @property
     def num_heads(self) -> int:
         """Query heads of each attention."""
-        return int(self.config.num_attention_heads)
+        return int(self._declared("num_attention_heads"))
 
     @property
     def num_kv_heads(self) -> int:
@@ -42,23 +44,29 @@ class Geometry:
     @property
     def intermediate_size(self) -> int:
         """Inner width of the MLP."""
-        return int(self.config.intermediate_size)
+        return int(self._declared("intermediate_size"))
 
     @property
     def rms_norm_eps(self) -> float:
         """Epsilon of the RMS norms."""
-        return float(self.config.rms_norm_eps)
+        return float(self._declared("rms_norm_eps"))
 
     @property
     def rope_theta(self) -> float:
-        """Base of the rotary frequencies."""
+        """Base of the rotary frequencies; of the fully attending layers where each type of layer has its own."""
         rope = getattr(self.config, "rope_parameters", None) or {}
-        theta = rope.get("rope_theta", getattr(self.config, "rope_theta", None))
-        if theta is None:
-            raise UsageError("this target has no single rope_theta; use a target with one rotary base")
-        return float(theta)
+        theta = rope.get("full_attention", rope).get("rope_theta")
+        return float(self._declared("rope_theta") if theta is None else theta)
 
     @property
     def max_positions(self) -> int:
         """Longest context in tokens."""
-        return int(self.config.max_position_embeddings)
+        return int(self._declared("max_position_embeddings"))
+
+    def _declared(self, field: str) -> Any:
+        value = getattr(self.config, field, None)
+        if value is None:
+            raise UsageError(
+                f"the configuration of target '{self.name}' has no {field}; use a target built like Llama or Qwen"
+            )
+        return value

@@ -1,7 +1,7 @@
 """What this machine is: packages, processor, memory, CUDA devices, browser.
 
 Plain facts read from the system; nothing is judged, changed or downloaded. `look` gathers them all,
-`find_browser` serves whoever wants to write PNG figures.
+`find_browser` finds what PNG figures are drawn with.
 """
 
 import importlib.metadata
@@ -21,14 +21,8 @@ PACKAGES = (
 )  # fmt: skip
 CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16")
 BROWSERS = (
-    "chromium",
-    "chromium-browser",
-    "google-chrome",
-    "google-chrome-stable",
-    "chrome",
-    "msedge",
-    "brave",
-)
+    "chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "msedge", "brave",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

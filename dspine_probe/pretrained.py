@@ -21,7 +21,10 @@ EMBEDDED = "embedded"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _FORMS = f"'{EMBEDDED}', a hub id such as 'Qwen/Qwen3-4B', or a folder that holds config.json"
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>")
-_LOGIT_CHANGES = ("final_logit_softcapping", "logits_scaling", "logit_scale")
+_NEUTRAL_LOGITS = {
+    "final_logit_softcapping": 0,
+    **dict.fromkeys(("logits_scaling", "logit_scale", "lm_head_multiplier", "output_multiplier"), 1),
+}
 
 
 def read_pretrained(
@@ -45,7 +48,7 @@ def read_pretrained(
             tokenizer = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ProbeError(
-            f"target '{name}' could not be loaded ({_first_line(error)}); check the spelling, the network and "
+            f"target '{name}' could not be loaded ({first_line(error)}); check the spelling, the network and "
             f"HF_HUB_OFFLINE, or name {_FORMS}"
         ) from error
     lacking = sorted(report["missing_keys"])
@@ -83,9 +86,15 @@ def refuse_unsupported(model: PreTrainedModel, name: str) -> None:
             f"target '{name}' ({kind}) is not built like Llama or Qwen; use a target of that family"
         )
     text = model.config.get_text_config()
-    if getattr(head, "bias", None) is not None or any(getattr(text, key, None) for key in _LOGIT_CHANGES):
+    declared = {key: getattr(text, key, None) for key in _NEUTRAL_LOGITS}
+    changes = [
+        f"{key} {value}" for key, value in declared.items() if value not in (None, _NEUTRAL_LOGITS[key])
+    ]
+    changes += ["a head with a bias"] if getattr(head, "bias", None) is not None else []
+    if changes:
         raise UsageError(
-            f"target '{name}' ({kind}) changes its logits after the head; use a target of plain build"
+            f"target '{name}' ({kind}) changes its logits after the head ({', '.join(changes)}); use a target of "
+            "plain build"
         )
     if getattr(text, "tie_word_embeddings", False) and head.weight is not model.get_input_embeddings().weight:
         raise UsageError(
@@ -130,5 +139,6 @@ def _quiet_transformers() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What an error says, in one line."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

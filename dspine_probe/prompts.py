@@ -6,8 +6,8 @@ optionally `id` and `set` (or `domain`). Nothing is filtered or reworded here. E
 """
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from dspine_probe.errors import UsageError
@@ -19,11 +19,15 @@ SHIPPED = ("lab",)
 
 @dataclass(frozen=True)
 class Prompt:
-    """One user turn: `id` is unique in its file, `set` names the benchmark whose manner it follows."""
+    """One user turn: `id` is unique in its file, `set` names the benchmark whose manner it follows.
+
+    `where` is the file and line it was read from, for messages.
+    """
 
     id: str
     set: str
     text: str
+    where: str = field(default="", compare=False)
 
 
 def load_prompts(source: str | Path, *, limit: int | None = None) -> list[Prompt]:
@@ -69,6 +73,29 @@ def load_all_prompts(sources: Sequence[str | Path], *, limit: int | None = None)
     return [prompt for file in files for prompt in load_prompts(file, limit=limit)]
 
 
+def encode_prompt(encode: Callable[[str], list[int]], prompt: Prompt, text: str | None = None) -> list[int]:
+    """Token ids of a prompt, or of `text` made from it, by `Target.encode_chat`; a refusal names file, line and id."""
+    try:
+        return encode(prompt.text if text is None else text)
+    except UsageError as error:
+        raise UsageError(f"{prompt.where or 'prompt'} (id {prompt.id!r}): {error}") from error
+
+
+def refuse_surrogates(text: str, where: str) -> None:
+    """Refuse text with half of a UTF-16 pair, which no tokenizer takes.
+
+    Raises:
+        UsageError: naming `where` and the character.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"{where} holds the lone surrogate U+{ord(text[error.start]):04X} at character {error.start}, which is "
+            "no text; remove it or write the whole pair"
+        ) from error
+
+
 def _locate(source: str | Path) -> Path:
     path = data_dir() / "prompts" / f"{source}.jsonl" if str(source) in SHIPPED else Path(source)
     if not path.is_file():
@@ -98,12 +125,14 @@ def _parse(line: str, number: int, path: Path) -> Prompt:
     if not isinstance(row, dict):
         raise UsageError(f'{where} is not a JSON object; write lines such as {{"prompt": "..."}}')
     text = _first_turn(row, where)
+    refuse_surrogates(text, where)
     if not text.strip():
         raise UsageError(f"{where} has an empty prompt; fill it or remove the line")
     return Prompt(
         id=_label(row, "id", f"{path.stem}/{number}", where),
         set=_label(row, "set" if "set" in row else "domain", path.stem, where),
         text=text,
+        where=where,
     )
 
 
@@ -119,4 +148,5 @@ def _label(row: dict[str, object], key: str, default: str, where: str) -> str:
     value = row.get(key, default)
     if not isinstance(value, str | int) or not str(value):
         raise UsageError(f"{where} has {key} {value!r}; write a text that is not empty, or leave it out")
+    refuse_surrogates(str(value), f"{key} in {where}")
     return str(value)

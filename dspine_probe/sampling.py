@@ -1,6 +1,6 @@
 """Drawing tokens: tempered distributions, the nucleus, and the draw itself.
 
-Draws take uniform numbers, not a generator: who draws decides where chance comes from, and a draw is a pure function
+Draws take uniform numbers, not a generator: the caller decides where these come from, and a draw is a pure function
 that runs unchanged in a batch or on another device. Used by drafts and by verification. Entry points: `Sampling`,
 `generators`, `tempered`, `nucleus`, `pick`.
 """
@@ -24,7 +24,7 @@ class Sampling:
     temperature: divides the target's scores; 0 takes the likeliest token.
     top_p: mass of the nucleus that the target's tokens are drawn from; 1 allows every token.
     draft_temperature: the same for what the draft proposes, by default `temperature`. 0 proposes the likeliest tokens.
-        No value changes the law of the answers, only how many proposals are kept.
+        No value changes the distribution of the answers, only how many proposals are accepted.
 
     Raises:
         UsageError: a number lies outside its range.
@@ -49,7 +49,7 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether nothing is left to chance."""
+        """Whether the likeliest token is taken, and nothing is drawn."""
         return self.temperature == 0
 
     @property

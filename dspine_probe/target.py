@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from dspine_probe.chat import chat_ids
 from dspine_probe.config import check_taps
 from dspine_probe.errors import UsageError
-from dspine_probe.geometry import Geometry
+from dspine_probe.geometry import TargetGeometry
 from dspine_probe.pretrained import EMBEDDED, declared_stop_ids, read_pretrained, refuse_unsupported
 
 # special tokens that never occur in chats and whose embedding rows training left untouched
@@ -39,7 +40,7 @@ class TargetStates:
     final: Float[Tensor, "batch ctx d_model"]
 
 
-class Target(Geometry):
+class Target(TargetGeometry):
     """A frozen Hugging Face causal LM with its tokenizer; make one with `load` or `from_model`."""
 
     def __init__(
@@ -54,7 +55,11 @@ class Target(Geometry):
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.config = model.config.get_text_config()
-        self.stop_ids = tuple(stop_ids) if stop_ids is not None else declared_stop_ids(model, tokenizer)
+        if stop_ids is None:
+            stop_ids = declared_stop_ids(model, tokenizer)
+        else:
+            self.check_ids(stop_ids, "stop ids")
+        self.stop_ids = tuple(stop_ids)
 
     @classmethod
     def load(
@@ -142,27 +147,38 @@ class Target(Geometry):
                 line is kept; thinking is switched off where the template knows the switch.
 
         Raises:
-            UsageError: the prompt is empty or longer than the context, or the target has no chat template.
+            UsageError: the prompt is empty, not text or longer than the context, or the target has no chat template
+                or one that does not take these messages.
         """
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        if not messages or any(not str(message.get("content") or "").strip() for message in messages):
-            raise UsageError("the prompt is empty; give at least one word")
-        tokenizer = self._tokenizer()
-        if tokenizer.chat_template is None:
-            raise UsageError(f"target '{self.name}' has no chat template; use an instruction-tuned target")
-        ids = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, enable_thinking=False, tokenize=True, return_dict=False
-        )
+        ids = chat_ids(self._tokenizer(), prompt, self.name)
         if len(ids) > self.max_positions:
             raise UsageError(
                 f"the prompt has {len(ids)} tokens and target '{self.name}' takes {self.max_positions}; shorten it"
             )
-        return [int(token) for token in ids]
+        self.check_ids(ids, "the tokenizer's ids")
+        return ids
 
     def decode(self, ids: Sequence[int] | Int[Tensor, " ctx"], *, skip_special: bool = False) -> str:
-        """The text of token ids; special tokens are spelled out unless `skip_special`."""
-        text = self._tokenizer().decode(ids, skip_special_tokens=skip_special)
-        return str(text)
+        """The text of token ids; special tokens are spelled out unless `skip_special`.
+
+        Raises:
+            UsageError: an id outside the embedding, or the target has no tokenizer.
+        """
+        self.check_ids(ids)
+        return str(self._tokenizer().decode(ids, skip_special_tokens=skip_special))
+
+    def check_ids(self, ids: Sequence[int] | Int[Tensor, "..."], what: str = "token ids") -> None:
+        """Refuse ids outside 0…vocab_size − 1: a negative one would silently read the embedding from its end.
+
+        Raises:
+            UsageError: naming `what` and the first id that does not fit.
+        """
+        given = torch.as_tensor(ids).flatten()
+        bad = given[(given < 0) | (given >= self.vocab_size)]
+        if len(bad):
+            raise UsageError(
+                f"{what} hold {int(bad[0])}; they must lie in 0..{self.vocab_size - 1}, the target's embedding"
+            )
 
     def _tokenizer(self) -> PreTrainedTokenizerBase:
         if self.tokenizer is None:
@@ -190,7 +206,7 @@ class Target(Geometry):
         Raises:
             UsageError: a tap, a token id, the length or the mask does not fit the target.
         """
-        self._check_ids(ids, attention_mask)
+        self._check_batch(ids, attention_mask)
         with self.capture(taps) as caught:
             decoder = self.model.base_model
             final = decoder(input_ids=ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
@@ -218,7 +234,7 @@ class Target(Geometry):
         """Scores over the vocabulary from final hidden states."""
         return functional.linear(final, self.head)
 
-    def _check_ids(self, ids: Tensor, attention_mask: Tensor | None) -> None:
+    def _check_batch(self, ids: Tensor, attention_mask: Tensor | None) -> None:
         if ids.ndim != 2 or ids.numel() == 0:
             raise UsageError(
                 f"token ids have shape {tuple(ids.shape)}; give [batch, ctx] with at least one token"
@@ -227,8 +243,7 @@ class Target(Geometry):
             raise UsageError(
                 f"the context has {ids.shape[1]} tokens and target '{self.name}' takes {self.max_positions}; shorten it"
             )
-        if int(ids.min()) < 0 or int(ids.max()) >= self.vocab_size:
-            raise UsageError(f"token ids must lie in 0..{self.vocab_size - 1}, the target's embedding")
+        self.check_ids(ids)
         if attention_mask is None:
             return
         if attention_mask.shape != ids.shape:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from users import as_nobody
 
 from dspine_probe import doctor, machine
 from dspine_probe.doctor import examine, render
@@ -81,6 +82,38 @@ def test_too_small_a_disk_is_a_fault(data: Path, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(doctor, "look", lambda: SOUND)
     report = examine()
     assert not report.sound and "free" in report.findings[0].why
+
+
+def test_a_home_that_cannot_be_written_is_a_finding(
+    data: Path, open_to_all: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("DSPINE_PROBE_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", lambda: open_to_all)
+    monkeypatch.setattr(doctor, "look", lambda: SOUND)
+    monkeypatch.setattr(doctor, "_checkpoints", lambda: ("dflash",))
+    with as_nobody():
+        report = examine()
+    (finding,) = report.findings
+    assert not report.sound and "cannot be created (Permission denied)" in finding.why
+    assert "DSPINE_PROBE_CACHE" in finding.mend and len(list(render(report))) == 3
+
+
+def test_a_complete_cache_may_be_read_only(open_to_all: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSPINE_PROBE_CACHE", str(open_to_all))
+    monkeypatch.setattr(doctor, "_checkpoints", lambda: ("dflash",))
+    for name in ("targets/smollm2-r1/manifest.json", "kernels/1.so"):
+        (open_to_all / name).parent.mkdir(parents=True)
+        (open_to_all / name).write_text("{}")
+    open_to_all.chmod(0o555)
+    with as_nobody():
+        assert _findings(monkeypatch, SOUND) == {}
+    (open_to_all / "kernels/1.so").unlink()
+    with as_nobody():
+        assert _findings(monkeypatch, SOUND) == {"keeping compiled kernels": "limit"}
+    (open_to_all / "targets/smollm2-r1/manifest.json").unlink()
+    with as_nobody():
+        assert _findings(monkeypatch, SOUND) == {"fetching the embedded target": "fault"}
 
 
 def test_looking_at_this_machine_gives_json_and_tables(data: Path) -> None:

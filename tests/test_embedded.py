@@ -7,6 +7,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from users import as_nobody
 
 from dspine_probe import embedded
 from dspine_probe.errors import ProbeError, UsageError
@@ -101,6 +102,30 @@ def test_a_folder_or_a_bare_gguf_may_be_given(wheel: Path, monkeypatch: pytest.M
     monkeypatch.setenv("DSPINE_PROBE_CACHE", str(wheel.parent / "other"))
     monkeypatch.setenv(embedded.WHEEL_VARIABLE, str(bare))
     assert embedded.embedded_folder().is_dir()
+
+
+def test_the_cache_serves_other_users_too(
+    wheel: Path, open_to_all: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def private(gguf: Path, folder: Path) -> None:
+        fake_convert(gguf, folder)
+        for file in folder.iterdir():
+            file.chmod(0o600)  # as safetensors leaves its files
+
+    monkeypatch.setattr(embedded, "_convert", private)
+    monkeypatch.setenv("DSPINE_PROBE_CACHE", str(open_to_all))
+    folder = embedded.embedded_folder()
+    (wheel.parent / "plain").touch()
+    assert {file.stat().st_mode for file in folder.iterdir()} == {(wheel.parent / "plain").stat().st_mode}
+    for closed in (folder, folder.parent, open_to_all):
+        closed.chmod(0o555)
+    with as_nobody():
+        assert embedded.embedded_folder() == folder
+        (folder / "model.safetensors").stat()
+    (folder / "model.safetensors").chmod(0o600)
+    with as_nobody(), pytest.warns(RuntimeWarning, match="model.safetensors is closed to you"):
+        with pytest.raises(ProbeError, match="could not be written to .*set DSPINE_PROBE_CACHE"):
+            embedded.embedded_folder()
 
 
 def test_a_strange_wheel_is_refused(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:

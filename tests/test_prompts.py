@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dspine_probe.errors import UsageError
-from dspine_probe.prompts import Prompt, load_prompts
+from dspine_probe.prompts import Prompt, encode_prompt, load_prompts
 
 SETS = {"gsm8k", "math500", "humaneval", "mbpp", "livecodebench", "mtbench", "arenahard"}
 
@@ -55,6 +55,8 @@ def test_a_line_separator_inside_a_string_does_not_end_the_line(tmp_path: Path) 
         ('{"prompt": "a", "id": "mine/1"}', "line 2 repeats the id 'mine/1' of line 1"),
         ('{"prompt": "a", "id": null}', "line 2 has id None"),
         ('{"prompt": "a", "set": ""}', "line 2 has set ''"),
+        (r'{"prompt": "a \ud83d b"}', r"mine.jsonl line 2 holds the lone surrogate U\+D83D at character 2"),
+        (r'{"prompt": "a", "id": "\udc00"}', r"id in .*line 2 holds the lone surrogate U\+DC00"),
     ],
 )
 def test_a_broken_line_is_named(tmp_path: Path, line: str, fault: str) -> None:
@@ -79,3 +81,18 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
 def test_a_limit_below_one_is_refused() -> None:
     with pytest.raises(UsageError, match="limit is 0"):
         load_prompts("lab", limit=0)
+
+
+def test_a_prompt_that_is_refused_is_named_by_file_line_and_id(tmp_path: Path) -> None:
+    _, second = load_prompts(_write(tmp_path, '{"prompt": "short"}', '{"prompt": "long", "id": "x/7"}'))
+
+    def encode(text: str) -> list[int]:
+        if text.startswith("long"):
+            raise UsageError("the prompt has 46 tokens and target 't' takes 40; shorten it")
+        return [len(text)]
+
+    with pytest.raises(UsageError, match=r"mine.jsonl line 2 \(id 'x/7'\): the prompt has 46 tokens"):
+        encode_prompt(encode, second)
+    with pytest.raises(UsageError, match=r"^prompt \(id 'y'\): the prompt"):
+        encode_prompt(encode, Prompt("y", "s", "long"))
+    assert encode_prompt(encode, second, "other text") == [10]

@@ -1,5 +1,7 @@
 """The target wrapper on tiny random Llama and Qwen3 models, and on the embedded default."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -14,6 +16,8 @@ from transformers import (
 
 from dspine_probe.errors import ProbeError, UsageError
 from dspine_probe.target import Target, choose_mask_token
+from dspine_probe.training.corpus import Example
+from dspine_probe.training.features import build_features
 
 WORDS = ["[pad]", "<|im_start|>", "<|im_end|>", "user", "assistant", "red", "green", "blue"]
 TEMPLATE = (
@@ -119,7 +123,7 @@ def test_bfloat16_states_keep_their_type(target: Target) -> None:
 
 @pytest.mark.parametrize(
     ("taps", "words"),
-    [([1, bad], rf"taps \[{bad}\] do not fit a target of 4 blocks; allowed are 0…2") for bad in (3, 4, -1)]
+    [([1, bad], rf"taps \[{bad}\] do not fit a target of 4 layers; allowed are 0…2") for bad in (3, 4, -1)]
     + [([1, 1], "repeat")],
 )
 def test_taps_that_do_not_fit_are_refused(target: Target, taps: list[int], words: str) -> None:
@@ -133,13 +137,31 @@ def test_taps_that_do_not_fit_are_refused(target: Target, taps: list[int], words
         (torch.zeros(4, dtype=torch.long), "shape"),
         (torch.zeros(1, 0, dtype=torch.long), "at least one token"),
         (torch.zeros(1, 41, dtype=torch.long), "41 tokens"),
-        (torch.full((1, 4), 32), "0..31"),
-        (torch.full((1, 4), -1), "0..31"),
+        (torch.full((1, 4), 32), r"hold 32; .* 0\.\.31"),
+        (torch.full((1, 4), -1), r"hold -1; .* 0\.\.31"),
     ],
 )
 def test_token_ids_that_do_not_fit_are_refused(target: Target, ids: torch.Tensor, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         target.hidden_states(ids, [0])
+
+
+@pytest.mark.parametrize("bad", [-1, 32])
+def test_ids_out_of_range_are_refused_at_every_entry(target: Target, bad: int, tmp_path) -> None:
+    with pytest.raises(UsageError, match=rf"token ids hold {bad}"):
+        target.decode([1, bad])
+    with pytest.raises(UsageError, match=rf"stop ids hold {bad}"):
+        Target.from_model(target.model, stop_ids=[2, bad])
+    examples = [Example("a", (1, 2), (3, bad))]
+    with pytest.raises(UsageError, match=rf"hold {bad}"):
+        build_features(target, examples, [0], tmp_path)
+
+
+def test_a_tokenizer_that_knows_more_than_the_embedding_is_refused() -> None:
+    model = tiny_model("llama")
+    large = tiny_tokenizer(*(f"<{index}>" for index in range(40)))
+    with pytest.raises(UsageError, match=r"the tokenizer's ids hold 4\d; they must lie in 0\.\.31"):
+        Target.from_model(model, large).encode_chat("<39>")
 
 
 def test_left_padding_is_refused(target: Target) -> None:
@@ -158,13 +180,44 @@ def test_geometry_of_llama_and_qwen3() -> None:
     assert llama.dtype == torch.float32 and llama.device == torch.device("cpu")
 
 
+def test_a_size_that_the_configuration_lacks_is_named() -> None:
+    target = Target.from_model(tiny_model("llama"))
+    target.config = SimpleNamespace(layer_norm_eps=1e-5)
+    with pytest.raises(UsageError, match="'in-memory' .*no rms_norm_eps"):
+        target.rms_norm_eps  # noqa: B018
+
+
 def test_rope_theta_in_either_place() -> None:
     target = Target.from_model(tiny_model("llama"))
     target.config.rope_parameters = {"rope_type": "default", "rope_theta": 5e5}
     assert target.rope_theta == 5e5
+    target.config.rope_parameters = {
+        "full_attention": {"rope_theta": 2e6},
+        "sliding_attention": {"rope_theta": 1e4},
+    }
+    assert target.rope_theta == 2e6, "the layers of a draft attend fully"
     target.config.rope_parameters = None
     target.config.rope_theta = 1e6
     assert target.rope_theta == 1e6
+    del target.config.rope_theta
+    with pytest.raises(UsageError, match="no rope_theta"):
+        target.rope_theta  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "neutral"),
+    [("final_logit_softcapping", 30.0, None), ("logits_scaling", 8.0, 1.0), ("logit_scale", 0.06, 1)]
+    + [("lm_head_multiplier", 0.5, 1.0), ("output_multiplier", 2.0, 1.0)],
+)
+def test_logits_that_are_changed_after_the_head_are_refused_by_name(
+    field: str, value: float, neutral
+) -> None:
+    model = tiny_model("llama")
+    setattr(model.config, field, value)
+    with pytest.raises(UsageError, match=rf"{field} {value}"):
+        Target.from_model(model)
+    setattr(model.config, field, neutral)
+    Target.from_model(model)
 
 
 def test_embedding_and_head_are_references() -> None:
@@ -202,6 +255,29 @@ def test_encode_chat_and_decode(target: Target) -> None:
 def test_empty_prompts_are_refused(target: Target, prompt: str | list) -> None:
     with pytest.raises(UsageError, match="empty"):
         target.encode_chat(prompt)
+
+
+@pytest.mark.parametrize("prompt", ["red \ud83d green", [{"role": "user", "content": "\udc00"}]])
+def test_text_that_no_tokenizer_takes_is_refused(target: Target, prompt: str | list) -> None:
+    with pytest.raises(UsageError, match=r"the prompt holds the lone surrogate U\+D[8C]"):
+        target.encode_chat(prompt)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ messages[0]['content'] + 3 }}",
+        "{{ messages | nosuchfilter }}",
+        "{% for",
+    ],
+)
+def test_a_template_that_raises_is_one_sentence(template: str) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    with pytest.raises(UsageError, match="the chat template of target 'in-memory' does not take") as caught:
+        Target.from_model(tiny_model("llama"), tokenizer).encode_chat("red")
+    assert "\n" not in str(caught.value)
 
 
 def test_a_prompt_longer_than_the_context_is_refused(target: Target) -> None:
