@@ -1,8 +1,9 @@
 """Draft configurations: one frozen dataclass, one Hugging Face style `config.json`.
 
-`DraftConfig` holds what the public DFlash and DSpine checkpoints keep in their `config.json`, with the same keys
-(`dflash_config`, `dspine_config`, Qwen3 geometry). It does not hold training settings except those that the public
-DSpine layout stores beside the model.
+`DraftConfig` holds what the public checkpoints of parallel drafts keep in their `config.json`, with the same keys
+(`dflash_config`, Qwen3 geometry). What only one kind of draft has is a `ConfigPart`, defined beside that draft and
+stored under a key of its own (DSpine: `dspine_config`). Training settings are not held, except those that a public
+layout stores beside the model.
 """
 
 from __future__ import annotations
@@ -10,35 +11,25 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from dspine_probe.errors import UsageError
 
 DFLASH = "DFlashDraftModel"
 DSPINE = "DSpineDraftModel"
-ARCHITECTURES = (DFLASH, DSPINE)
+"""Architecture names of the public checkpoints, which results record too."""
 
 
 @dataclass(frozen=True)
-class DSpineConfig:
-    """Transfer space, injection and recipe of DSpine (arXiv 2609.36173); field names are the public keys."""
+class ConfigPart:
+    """What one kind of draft adds to the configuration; field names are the public keys under `KEY`."""
 
-    transfer_rank: int = 1024
-    message_size: int = 512
-    top_k: int = 16
-    ce_weight: float = 0.1
-    alignment_weight: float = 0.5
-    alignment_warmup_steps: int = 146
-    replacement_layers: int = 3
-    replacement_probability: float = 0.5
-    replacement_hold_ratio: float = 1 / 6
-    replacement_end_ratio: float = 1 / 3
-    candidate_mass_threshold: float = 1e-4
+    KEY: ClassVar[str]
 
-    def __post_init__(self) -> None:
-        for name in ("transfer_rank", "message_size", "top_k"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"dspine_config.{name} is {getattr(self, name)}; it must be at least 1.")
+    @classmethod
+    def for_target(cls, hidden_size: int) -> Self:
+        """The default of a new draft for a target of that width."""
+        return cls()
 
 
 @dataclass(frozen=True)
@@ -46,8 +37,9 @@ class DraftConfig:
     """Geometry of a block-parallel draft.
 
     Slots are unshifted: slot 0 holds the anchor at position p, slot k predicts the token at p + k. `target_layer_ids`
-    are zero-based blocks of the target; id l is the residual stream after block l (`hidden_states[l + 1]`).
-    `target_name` says, for messages and cards, which target the draft was trained for.
+    are zero-based layers of the target; id l is the residual stream after layer l (`hidden_states[l + 1]`).
+    `part` holds what only this kind of draft has. `target_name` says, for messages and cards, which target the draft
+    was trained for.
     """
 
     architecture: str
@@ -67,14 +59,10 @@ class DraftConfig:
     rope_theta: float = 1e6
     max_position_embeddings: int = 40960
     draft_vocab_size: int | None = None
-    dspine: DSpineConfig | None = None
+    part: ConfigPart | None = None
     target_name: str | None = None
 
     def __post_init__(self) -> None:
-        if self.architecture not in ARCHITECTURES:
-            raise UsageError(
-                f"Draft architecture {self.architecture!r} is unknown; known are {ARCHITECTURES}."
-            )
         if self.block_size < 2:
             raise UsageError(
                 f"block_size is {self.block_size}; a block needs the anchor and at least one draft slot (2)."
@@ -89,12 +77,8 @@ class DraftConfig:
                 "pass the id of an unused row."
             )
         if not self.target_layer_ids:
-            raise UsageError("target_layer_ids is empty; name at least one target block.")
+            raise UsageError("target_layer_ids is empty; name at least one target layer.")
         check_taps(self.target_layer_ids, self.num_target_layers)
-        if (self.architecture == DSPINE) != (self.dspine is not None):
-            raise UsageError(f"{DSPINE} needs a dspine_config, and no other architecture takes one.")
-        if self.dspine is not None and not self.is_causal:
-            raise UsageError("DSpine needs is_causal=True: a bidirectional block would read its own labels.")
 
     @property
     def num_slots(self) -> int:
@@ -121,28 +105,30 @@ class DraftConfig:
             out["draft_vocab_size"] = self.draft_vocab_size
         if self.target_name is not None:
             out["target_name"] = self.target_name
-        if self.dspine is not None:
-            out["dspine_config"] = dataclasses.asdict(self.dspine)
+        if self.part is not None:
+            out[self.part.KEY] = dataclasses.asdict(self.part)
         return out
 
     @classmethod
-    def from_dict(cls, raw: Mapping[str, Any]) -> DraftConfig:
-        """Read a public `config.json`; `block_size` is taken from the top level or from `dflash_config`."""
+    def from_dict(cls, raw: Mapping[str, Any], part: type[ConfigPart] | None = None) -> DraftConfig:
+        """Read a public `config.json` of a kind with that part (`drafts.registry.read_config` knows the kind).
+
+        `block_size` is taken from the top level or from `dflash_config`.
+        """
         try:
             nested = raw["dflash_config"]
             architecture = raw["architectures"][0]
             fields = {name: raw[name] for name in _FLAT_KEYS if name in raw}
             fields.setdefault("block_size", nested.get("block_size"))
-            fields.setdefault("rope_theta", (raw.get("rope_parameters") or {}).get("rope_theta", 1e6))
             # Full-attention checkpoints without the key are bidirectional in every public release.
             fields.setdefault("is_causal", nested.get("is_causal", False))
-            dspine = raw.get("dspine_config")
+            own = None if part is None else raw.get(part.KEY)
             return cls(
                 architecture=architecture,
                 mask_token_id=nested["mask_token_id"],
                 target_layer_ids=tuple(nested["target_layer_ids"]),
                 draft_vocab_size=raw.get("draft_vocab_size"),
-                dspine=None if dspine is None else DSpineConfig(**dspine),
+                part=None if part is None or own is None else part(**own),
                 target_name=raw.get("target_name"),
                 **fields,
             )
@@ -170,23 +156,23 @@ _FLAT_KEYS = (
 
 
 def check_taps(taps: Sequence[int], num_target_layers: int) -> None:
-    """Refuse taps that are no list of distinct target blocks below the last one, which only exists final-normed.
+    """Refuse taps that are no list of distinct target layers below the last one, which only exists final-normed.
 
     Raises:
         UsageError: naming the taps and the allowed range.
     """
     if len(set(taps)) != len(taps):
-        raise UsageError(f"taps {list(taps)} repeat a block; name each once.")
+        raise UsageError(f"taps {list(taps)} repeat a layer; name each once.")
     bad = [tap for tap in taps if not 0 <= tap < num_target_layers - 1]
     if bad:
         raise UsageError(
-            f"taps {bad} do not fit a target of {num_target_layers} blocks; allowed are 0…{num_target_layers - 2} "
-            "(the state after the last block is normed)."
+            f"taps {bad} do not fit a target of {num_target_layers} layers; allowed are 0…{num_target_layers - 2} "
+            "(the state after the last layer is normed)."
         )
 
 
 def default_taps(num_target_layers: int, count: int = 5) -> tuple[int, ...]:
-    """Evenly spread taps from block 1 to the third last, as in the public recipes."""
+    """Evenly spread taps from layer 1 to the third last, as in the public recipes."""
     if count == 1:
         return (num_target_layers // 2,)
     return tuple(round(1 + i * (num_target_layers - 4) / (count - 1)) for i in range(count))

@@ -1,9 +1,11 @@
 """What every hook point of a draft carries: its axes and its meaning, by the last part of its name.
 
-`describe` makes one row of `HookedDraft.hook_table()`. Names follow TransformerLens; those under `inject` are the
-draft's own, and so are those under `last_write`, which fire when a DSpine's transition cache is built and not in the
-full pass. Axes: batch = sequences, block = batch · anchor, slot = 0…T, draft_slot = 1…T, ctx = context rows,
-candidate = known predecessors of a slot.
+`describe` makes one row of `HookedDraft.hook_table()`. Names follow TransformerLens. A kind of draft describes its own
+hook points beside its class (`Backbone.hook_axes`), and says which of them do not fire in the full pass
+(`Backbone.late_seams`).
+
+Axes: batch = sequences, block = batch · anchor, slot = 0…T, draft_slot = 1…T, ctx = context rows, candidate = known
+predecessors of a slot.
 """
 
 from __future__ import annotations
@@ -13,8 +15,7 @@ from dataclasses import dataclass
 from dspine_probe.drafts.backbone import Backbone
 from dspine_probe.errors import UsageError
 
-LAST_WRITE = "last_write."
-_SLOT, _CTX, _PAIR = "block slot", "batch ctx", "block draft_slot candidate"
+_SLOT, _CTX = "block slot", "batch ctx"
 _ABOUT = {
     "hook_context": (f"{_CTX} d_model", "context feature: the tapped target states after fc and norm"),
     "hook_embed": (f"{_SLOT} d_model", "block embedding: the anchor's token, then masks"),
@@ -35,16 +36,6 @@ _ABOUT = {
     "attn.hook_z": (f"{_SLOT} head d_head", "attended values by head"),
     "mlp.hook_pre": (f"{_SLOT} d_mlp", "MLP gate before SiLU"),
     "mlp.hook_post": (f"{_SLOT} d_mlp", "MLP hidden state entering the down projection"),
-    "inject.hook_pred": (
-        "block draft_slot rank",
-        "predecessor's feature; for slot 1 the anchor's code, √rank long",
-    ),
-    "inject.hook_gate": ("block draft_slot message", "gate, one value per message channel, 0…1"),
-    "inject.hook_out": ("block draft_slot d_model", "what the injection adds to the residual stream"),
-    "inject.hook_resid": (f"{_SLOT} d_model", "residual stream after the layer and its injection"),
-    "last_write.hook_pred": (f"{_PAIR} rank", "code of every known predecessor, √rank long"),
-    "last_write.hook_gate": (f"{_PAIR} message", "gate of the last write given that predecessor, 0…1"),
-    "last_write.hook_out": (f"{_PAIR} d_model", "what the last write adds given that predecessor"),
 }
 
 
@@ -64,9 +55,9 @@ class HookRow:
     about: str
 
 
-def fires_in_pass(name: str) -> bool:
-    """Whether the full pass reaches this hook point; the others wait for the transition cache."""
-    return not name.startswith(LAST_WRITE)
+def fires_in_pass(name: str, draft: Backbone) -> bool:
+    """Whether the full pass reaches this hook point; the others wait for a proposal (the transition cache)."""
+    return not name.startswith(draft.late_seams)
 
 
 def describe(name: str, draft: Backbone) -> HookRow:
@@ -76,16 +67,17 @@ def describe(name: str, draft: Backbone) -> HookRow:
         UsageError: the name is not one that drafts have.
     """
     kind = ".".join(name.split(".")[-2:])
-    kind = kind if kind in _ABOUT else name.split(".")[-1]
-    if kind not in _ABOUT:
+    known = _ABOUT | draft.hook_axes
+    kind = kind if kind in known else name.split(".")[-1]
+    if kind not in known:
         raise UsageError(
-            f"the hook point {name!r} has no description; add its axes and meaning to hook_names.py."
+            f"the hook point {name!r} has no description; add its axes and meaning to {type(draft).__name__}.hook_axes."
         )
-    axes, about = _ABOUT[kind]
+    axes, about = known[kind]
     sizes = _sizes(draft)
     shape = tuple(sizes.get(axis, axis) for axis in axes.split())
     dtype = str(draft.fc.weight.dtype).removeprefix("torch.")
-    return HookRow(name, axes, shape, dtype, "pass" if fires_in_pass(name) else "walk", about)
+    return HookRow(name, axes, shape, dtype, "pass" if fires_in_pass(name, draft) else "walk", about)
 
 
 def _sizes(draft: Backbone) -> dict[str, int]:
@@ -98,6 +90,5 @@ def _sizes(draft: Backbone) -> dict[str, int]:
         "d_head": config.head_dim,
         "draft_vocab": draft.head.shape[0],
     }
-    if config.dspine is not None:
-        sizes |= {"rank": config.dspine.transfer_rank, "message": config.dspine.message_size}
+    sizes["rank"], sizes["message"] = draft.code_sizes
     return sizes

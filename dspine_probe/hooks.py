@@ -12,24 +12,31 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from difflib import get_close_matches
-from types import SimpleNamespace
 from typing import Any, Literal, Self
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformer_lens import ActivationCache, HookedRootModule
+from transformer_lens import HookedRootModule
 from transformer_lens.hook_points import HookPoint, LensHandle
 
 from dspine_probe.drafts import Context, Draft
 from dspine_probe.errors import ProbeError, UsageError
+from dspine_probe.hook_cache import DraftCache, lens_config
 from dspine_probe.hook_checks import Hook, adapted, checked, refuse_frozen
 from dspine_probe.hook_names import HookRow, describe, fires_in_pass
 
 Names = str | Collection[str] | Callable[[str], bool] | None
 Seam = tuple[nn.Module, str, nn.Module]
+
+
+class DraftHookPoint(HookPoint):
+    """A hook point whose copies and pickles are the draft's own mark: a copied draft has no hooks."""
+
+    def __reduce__(self) -> tuple[type[nn.Identity], tuple[()]]:
+        return nn.Identity, ()
 
 
 class HookedDraft(HookedRootModule):
@@ -58,9 +65,9 @@ class HookedDraft(HookedRootModule):
         if not seams:
             raise UsageError(f"{type(draft).__name__} has no hook_* modules; give a DFlash or DSpine draft.")
         for parent, name, _ in seams:
-            setattr(parent, name, HookPoint())
+            setattr(parent, name, DraftHookPoint())
         self.draft = draft
-        self.cfg = _lens_config(draft)
+        self.cfg = lens_config(draft)
         self._restore = weakref.finalize(self, _put_back, seams)
         self._restore.atexit = False
         self.setup()
@@ -77,6 +84,10 @@ class HookedDraft(HookedRootModule):
         if self._restore.alive:
             self.reset_hooks(including_permanent=True)
             self._restore()
+
+    def __reduce__(self) -> tuple[type[HookedDraft], tuple[Draft]]:
+        """A copy or pickle hooks a copy of the draft, without the hooks that are on."""
+        return type(self), (self.draft,)
 
     def __enter__(self) -> Self:
         return self
@@ -127,7 +138,7 @@ class HookedDraft(HookedRootModule):
         names_filter: Names = None,
         device: torch.device | str | None = None,
         grad: bool = False,
-    ) -> tuple[Float[Tensor, "block draft_slot draft_vocab"], ActivationCache]:
+    ) -> tuple[Float[Tensor, "block draft_slot draft_vocab"], DraftCache]:
         """One full pass and a copy of what the chosen hook points saw.
 
         Hooks that are on already act first, so the cache holds edited values.
@@ -141,9 +152,13 @@ class HookedDraft(HookedRootModule):
             UsageError: a name is unknown, the filter matches nothing, or names what the full pass does not reach.
         """
         cache, fwd_hooks, _ = self.get_caching_hooks(self._in_pass(names_filter), device)
-        with nullcontext() if grad else torch.no_grad(), self.hooks(fwd_hooks):
+        # Whatever mode the caller is in; tensors made in inference mode have no gradient, their copies do.
+        with torch.inference_mode(False), torch.set_grad_enabled(grad), self.hooks(fwd_hooks):
+            taps, anchor_tokens, anchors = (
+                given.clone() if given.is_inference() else given for given in (taps, anchor_tokens, anchors)
+            )
             logits = self(taps, anchor_tokens, anchors, width=width)
-        return logits, ActivationCache(cache, self)
+        return logits, DraftCache(cache, self)
 
     def encode_context(
         self, taps: Float[Tensor, "batch ctx taps_d_model"], *, start: int | Int[Tensor, "batch"] = 0
@@ -256,10 +271,10 @@ class HookedDraft(HookedRootModule):
     def _in_pass(self, wanted: Names) -> list[str]:
         """Names that the full pass reaches; one asked for by name that it does not reach is refused."""
         found = self.names(wanted)
-        reached = [name for name in found if fires_in_pass(name)]
+        reached = [name for name in found if fires_in_pass(name, self.draft)]
         by_name = wanted is not None and not callable(wanted)
         if not reached or (by_name and len(reached) < len(found)):
-            late = next(name for name in found if not fires_in_pass(name))
+            late = next(name for name in found if not fires_in_pass(name, self.draft))
             raise UsageError(
                 f"{late} fires when the transition cache is built, not in the full pass; "
                 "put hooks() or get_caching_hooks() around draft_greedy."
@@ -282,22 +297,3 @@ class HookedDraft(HookedRootModule):
 def _put_back(seams: list[Seam]) -> None:
     for parent, name, identity in seams:
         setattr(parent, name, identity)
-
-
-def _lens_config(draft: Draft) -> SimpleNamespace:
-    """The fields by which an ActivationCache finds its way."""
-    config = draft.config
-    return SimpleNamespace(
-        n_layers=config.num_hidden_layers,
-        d_model=config.hidden_size,
-        n_heads=config.num_attention_heads,
-        n_key_value_heads=config.num_key_value_heads,
-        d_head=config.head_dim,
-        d_mlp=config.intermediate_size,
-        d_vocab=draft.head.shape[0],
-        attn_only=False,
-        normalization_type="RMS",
-        eps=config.rms_norm_eps,
-        device=draft.head.device,
-        dtype=draft.head.dtype,
-    )

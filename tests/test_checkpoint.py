@@ -10,7 +10,7 @@ from tiny import tiny_config, tiny_draft, tiny_target
 
 from dspine_probe.config import DFLASH, DSPINE
 from dspine_probe.drafts import Draft, DSpine
-from dspine_probe.drafts.checkpoint import load_draft, save_draft, shipped_checkpoints
+from dspine_probe.drafts.checkpoint import load_draft, save_draft, shipped_checkpoints, weights_digest
 from dspine_probe.drafts.layout import public_name
 from dspine_probe.errors import ProbeError, UsageError
 from dspine_probe.target import Target
@@ -164,7 +164,7 @@ def test_config_that_does_not_fit_is_refused(tmp_path: Path):
     dflash = {"mask_token_id": 63, "target_layer_ids": [0, 2]}
     cases = [
         ({"dflash_config": {**dflash, "mask_token_id": 64}}, "mask_token_id 64 lies outside"),
-        ({"dflash_config": {**dflash, "target_layer_ids": [0, 4]}}, r"\[4\] do not fit a target of 5 blocks"),
+        ({"dflash_config": {**dflash, "target_layer_ids": [0, 4]}}, r"\[4\] do not fit a target of 5 layers"),
         ({"dflash_config": {**dflash, "target_layer_ids": [0, 1, 2]}}, "3 taps"),
         ({"is_causal": False}, "DSpine needs is_causal"),
         ({"architectures": ["Other"]}, "'Other' is unknown"),
@@ -212,11 +212,58 @@ def test_damaged_files_are_refused_in_a_sentence(tmp_path: Path):
         load_draft(folder, target)
 
 
+def shard(folder: Path) -> dict[str, str]:
+    """Spread the weights of a checkpoint over two files, as other writers do with large ones."""
+    tensors = load_file(folder / "model.safetensors")
+    of = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(sorted(tensors))}
+    for part in set(of.values()):
+        save_file({name: tensors[name] for name in tensors if of[name] == part}, folder / part)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": of}))
+    (folder / "model.safetensors").unlink()
+    (folder / "manifest.json").unlink()
+    return of
+
+
+@BOTH
+def test_sharded_weights_are_read(architecture: str, tmp_path: Path):
+    target = tiny_target()
+    draft = tiny_draft(target, architecture)
+    save_draft(draft, tmp_path, dtype=torch.float32)
+    of = shard(tmp_path)
+    assert torch.equal(drafted(load_draft(tmp_path, target), target), drafted(draft, target))
+    assert len(weights_digest(tmp_path)) == 64
+    first = tmp_path / "model-00001-of-00002.safetensors"
+    lost, *others = load_file(first).items()
+    save_file(dict(others), first)
+    with pytest.raises(ProbeError, match=f"lacks {lost[0]}, which model.safetensors.index.json names"):
+        load_draft(tmp_path, target)
+    first.unlink()
+    with pytest.raises(ProbeError, match="00001-of-00002.safetensors, which .* names, is missing"):
+        load_draft(tmp_path, target)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(of))
+    with pytest.raises(ProbeError, match="has no weight_map"):
+        load_draft(tmp_path, target)
+
+
+def test_saving_to_a_link_fills_the_folder_it_leads_to(tmp_path: Path):
+    target = tiny_target()
+    draft = tiny_draft(target)
+    (tmp_path / "large-disk").mkdir()
+    (tmp_path / "draft").symlink_to("large-disk")
+    save_draft(draft, tmp_path / "draft")
+    assert (tmp_path / "draft").is_symlink() and (tmp_path / "large-disk" / "config.json").is_file()
+    assert load_draft(tmp_path / "draft", target).config == draft.config
+
+
 def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("DSPINE_PROBE_DATA", str(tmp_path))
     target = tiny_target()
-    with pytest.raises(UsageError, match="shipped: none"):
+    with pytest.raises(
+        UsageError, match="'dflash' is not in .*clone of the repository, or set DSPINE_PROBE_DATA"
+    ):
         load_draft("dflash", target)
+    with pytest.raises(UsageError, match="shipped: none"):
+        load_draft("dflsh", target)
     save_draft(tiny_draft(target), tmp_path / "checkpoints" / "dflash")
     save_draft(tiny_draft(target, DSPINE), tmp_path / "checkpoints" / "dspine")
     assert list(shipped_checkpoints()) == ["dflash", "dspine"]
@@ -260,3 +307,13 @@ def test_failed_save_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pyte
 
 def test_config_knows_its_target():
     assert tiny_config(tiny_target(), DFLASH, target_name="x").to_dict()["target_name"] == "x"
+
+
+def test_a_checkpoint_says_with_what_seed_and_budget_its_draft_was_trained(tmp_path: Path) -> None:
+    target = tiny_target()
+    draft = tiny_draft(target)
+    draft.training_record = {"blocks": 64, "seed": 3}
+    save_draft(draft, tmp_path / "said")
+    save_draft(tiny_draft(target), tmp_path / "unsaid")
+    assert load_draft(tmp_path / "said", target).training_record == {"blocks": 64, "seed": 3}
+    assert load_draft(tmp_path / "unsaid", target).training_record == {}

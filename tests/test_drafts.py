@@ -9,14 +9,16 @@ import pytest
 import torch
 from toy import BLOCK, D_MODEL, TAPS, VOCAB, seeded, toy_config, toy_draft, toy_sequence
 
-from dspine_probe.config import DraftConfig, DSpineConfig, default_taps
-from dspine_probe.drafts import DFlash, DSpine
-from dspine_probe.drafts.dspine import TruePredecessors
+from dspine_probe.config import default_taps
+from dspine_probe.drafts import Context, DFlash, DSpine
+from dspine_probe.drafts.block import TruePredecessors
+from dspine_probe.drafts.injection import DSpineConfig
 from dspine_probe.drafts.layers import BlockBias, rotary_tables, rotate
+from dspine_probe.drafts.registry import KINDS, read_config
 from dspine_probe.drafts.transition import TransitionCache
 from dspine_probe.errors import UsageError
 
-KINDS = [("dflash", False), ("dflash", True), ("dspine", True)]
+VARIANTS = [("dflash", False), ("dflash", True), ("dspine", True)]
 ANCHORS = torch.tensor([[0, 3, 4, 9]])
 
 
@@ -39,14 +41,15 @@ def test_mask_is_its_definition(causal: bool) -> None:
             assert (bias.block[query, key] == 0) == (not causal or key <= query)
 
 
-@pytest.mark.parametrize(("kind", "causal"), KINDS)
+@pytest.mark.parametrize(("kind", "causal"), VARIANTS)
 def test_attention_equals_a_loop_over_every_query(kind: str, causal: bool) -> None:
     """Overlapping blocks, an anchor without context and one at the end, grouped heads: softmax by hand."""
     draft = toy_draft(kind, causal=causal)
     attn = draft.blocks[0].attn
     x = torch.randn(4, BLOCK, D_MODEL, generator=seeded(5))
     context = draft.encode_context(taps())
-    rotary, bias = draft.block_inputs(context, ANCHORS, BLOCK)
+    inputs = draft.block_inputs(context, tokens((1, 4)), ANCHORS, BLOCK)
+    rotary, bias = inputs.rotary, inputs.bias
     got = attn(x, context.keys[0], context.values[0], rotary, bias)
     q = rotate(attn.q_norm(attn.q_proj(x).view(4, BLOCK, 4, 6)), rotary)
     k = rotate(attn.k_norm(attn.k_proj(x).view(4, BLOCK, 2, 6)), rotary)
@@ -63,7 +66,7 @@ def test_attention_equals_a_loop_over_every_query(kind: str, causal: bool) -> No
             torch.testing.assert_close(got[block, slot], attn.o_proj(torch.cat(heads)), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("kind", "causal"), KINDS)
+@pytest.mark.parametrize(("kind", "causal"), VARIANTS)
 def test_the_future_cannot_leak(kind: str, causal: bool) -> None:
     draft, states = toy_draft(kind, causal=causal), taps()
     anchor_tokens = tokens((1, 4))
@@ -85,7 +88,8 @@ def test_the_future_cannot_leak(kind: str, causal: bool) -> None:
 def test_later_slots_cannot_reach_earlier_ones_in_a_causal_block(kind: str, causal: bool) -> None:
     draft = toy_draft(kind, causal=causal)
     context = draft.encode_context(taps())
-    rotary, bias = draft.block_inputs(context, ANCHORS, BLOCK)
+    inputs = draft.block_inputs(context, tokens((1, 4)), ANCHORS, BLOCK)
+    rotary, bias = inputs.rotary, inputs.bias
     x = torch.randn(4, BLOCK, D_MODEL, generator=seeded(5))
     moved = x.clone()
     moved[:, 2] += 1.0
@@ -102,7 +106,7 @@ def test_a_narrow_causal_block_equals_the_head_of_a_wide_one() -> None:
     torch.testing.assert_close(wide[:, :2], narrow)
 
 
-@pytest.mark.parametrize(("kind", "causal"), KINDS)
+@pytest.mark.parametrize(("kind", "causal"), VARIANTS)
 def test_decoding_with_a_growing_context_equals_training(kind: str, causal: bool) -> None:
     """Rounds of unequal acceptance, with rejected rows cropped away again, give the scores of the packed pass."""
     draft, states = toy_draft(kind, causal=causal), taps(12)
@@ -113,9 +117,12 @@ def test_decoding_with_a_growing_context_equals_training(kind: str, causal: bool
     for row, anchor in enumerate(anchors):
         if context.length < anchor:
             start = context.length
-            context = context.extend(
-                draft.encode_context(states[:, start : min(anchor + 2, 12)], start=start)
-            ).crop(anchor)
+            more = draft.encode_context(states[:, start : min(anchor + 2, 12)], start=start)
+            kept = [
+                tuple(torch.cat(pair, dim=1)[:, :anchor] for pair in zip(*both, strict=True))
+                for both in ((context.keys, more.keys), (context.values, more.values))
+            ]
+            context = Context(*kept)
         at = torch.tensor([[anchor]])
         run = draft.run(context, sequence.tokens[at], at)
         torch.testing.assert_close(draft.logits(run.hidden[:, 1:])[0], packed[row], atol=1e-5, rtol=1e-5)
@@ -162,7 +169,7 @@ def test_walking_the_cache_equals_recomputing_every_step() -> None:
         previous = anchor_tokens[0, block]
         for slot in range(BLOCK - 1):
             rho = draft.refine(
-                states.pre_write[block : block + 1, slot + 1 : slot + 2], previous.view(1, 1, 1)
+                states.last_layer[block : block + 1, slot + 1 : slot + 2], previous.view(1, 1, 1)
             )[0, 0, 0]
             scores = draft.head[cache.candidates[block, slot]] @ rho
             previous = cache.candidates[block, slot, scores.argmax()]
@@ -179,7 +186,7 @@ def test_injection_follows_its_formula() -> None:
     draft = toy_draft("dspine")
     inj, h = draft.injection, torch.randn(2, BLOCK, D_MODEL, generator=seeded(8))
     anchor = tokens((2,))
-    code = draft.scaled_codes(anchor, h.dtype)
+    code = draft.message_codes(anchor, h.dtype)
     got = draft.inject(1, h, code[:, None], None)
     rank = draft.spine.transfer_rank
     for block in range(2):
@@ -228,10 +235,10 @@ def test_the_target_matrices_are_shared_not_stored() -> None:
 
 def test_config_round_trips_through_the_public_keys() -> None:
     config = toy_config("dspine", causal=True, draft_vocab=None)
-    assert DraftConfig.from_dict(config.to_dict()) == config
+    assert read_config(config.to_dict()) == (KINDS["dspine"], config)
     nested = config.to_dict()
     nested["dflash_config"]["block_size"] = nested.pop("block_size")
-    assert DraftConfig.from_dict(nested) == config
+    assert read_config(nested)[1] == config
     assert default_taps(36) == (1, 9, 17, 25, 33)
 
 
@@ -240,18 +247,18 @@ def test_config_round_trips_through_the_public_keys() -> None:
     [
         ({"mask_token_id": VOCAB}, "outside the target's embedding"),
         ({"target_layer_ids": (0, 3)}, r"\[3\] do not fit"),
-        ({"target_layer_ids": (1, 1)}, "repeat a block"),
+        ({"target_layer_ids": (1, 1)}, "repeat a layer"),
         ({"target_layer_ids": ()}, "empty"),
         ({"block_size": 1}, "at least one draft slot"),
         ({"num_attention_heads": 3}, "evenly"),
         ({"architecture": "Other"}, "unknown"),
         ({"is_causal": False}, "is_causal=True"),
-        ({"dspine": None}, "needs a dspine_config"),
+        ({"part": None}, "needs a dspine_config"),
     ],
 )
 def test_impossible_configs_are_refused(change: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        dataclasses.replace(toy_config("dspine", causal=True), **change)
+        read_config(dataclasses.replace(toy_config("dspine", causal=True), **change).to_dict())
 
 
 def test_refusals_name_the_fault() -> None:
@@ -260,7 +267,7 @@ def test_refusals_name_the_fault() -> None:
         draft(taps(), tokens((1, 4)), ANCHORS, width=5)
     with pytest.raises(UsageError, match="load the target"):
         DFlash(toy_config("dflash", causal=False), torch.zeros(VOCAB, 8), torch.zeros(VOCAB, 8))
-    with pytest.raises(UsageError, match="no dspine_config"):
+    with pytest.raises(UsageError, match="describes a DFlashDraftModel"):
         DSpine(toy_config("dflash", causal=True), torch.zeros(VOCAB, D_MODEL), torch.zeros(VOCAB, D_MODEL))
     with pytest.raises(UsageError, match="top_k"):
         DSpineConfig(top_k=0)

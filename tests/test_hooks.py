@@ -1,7 +1,9 @@
 """HookedDraft: idle means untouched, every point fires once where it says and matters, nothing leaks, misuse is
 refused."""
 
+import copy
 import gc
+import pickle
 import weakref
 
 import pytest
@@ -9,9 +11,10 @@ import torch
 from torch import nn
 from transformer_lens.hook_points import HookPoint
 
-from dspine_probe.config import DFLASH, DSPINE, DraftConfig, DSpineConfig
+from dspine_probe.config import DFLASH, DSPINE, DraftConfig
 from dspine_probe.drafts.dflash import DFlash
 from dspine_probe.drafts.dspine import DSpine
+from dspine_probe.drafts.injection import DSpineConfig
 from dspine_probe.errors import ProbeError, UsageError
 from dspine_probe.hook_names import fires_in_pass
 from dspine_probe.hooks import HookedDraft
@@ -24,7 +27,7 @@ def make_draft(kind=DSPINE, seed=0, vocabulary=None):
         architecture=kind, hidden_size=SIZE, intermediate_size=40, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, vocab_size=VOCAB, block_size=5, mask_token_id=3, target_layer_ids=(0, 2),
         num_target_layers=5, is_causal=kind == DSPINE, draft_vocab_size=None if vocabulary is None else len(vocabulary),
-        dspine=DSpineConfig(transfer_rank=10, message_size=7, top_k=4) if kind == DSPINE else None,
+        part=DSpineConfig(transfer_rank=10, message_size=7, top_k=4) if kind == DSPINE else None,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(seed)
     embedding, head = (torch.randn(VOCAB, SIZE, generator=generator) for _ in range(2))
@@ -45,8 +48,13 @@ def make_inputs(dtype=torch.float32, seed=1):
 
 KINDS = (DFLASH, DSPINE)
 SHARED = {kind: HookedDraft(make_draft(kind)) for kind in KINDS}  # for tests that leave no trace
-POINTS = [(kind, name) for kind in KINDS for name in SHARED[kind].hook_dict if fires_in_pass(name)]
-LATE = [name for name in SHARED[DSPINE].hook_dict if not fires_in_pass(name)]
+POINTS = [
+    (kind, name)
+    for kind in KINDS
+    for name in SHARED[kind].hook_dict
+    if fires_in_pass(name, SHARED[kind].draft)
+]
+LATE = [name for name in SHARED[DSPINE].hook_dict if not fires_in_pass(name, SHARED[DSPINE].draft)]
 INPUTS = make_inputs()
 
 
@@ -189,8 +197,8 @@ def test_clamping_the_last_gate_shut_leaves_the_state_before_the_write():
     draft = hooked.draft
     states = draft.run(hooked.encode_context(INPUTS[0]), *INPUTS[1:])
     with hooked.hooks([("last_write.hook_gate", lambda gate, hook: torch.zeros_like(gate))]):
-        refined = draft.refine(states.pre_write[:, 1:], INPUTS[1].reshape(-1, 1, 1).expand(-1, 4, 2))
-    unwritten = draft.ln_final.normalize(states.pre_write[:, 1:, None]).expand_as(refined)
+        refined = draft.refine(states.last_layer[:, 1:], INPUTS[1].reshape(-1, 1, 1).expand(-1, 4, 2))
+    unwritten = draft.ln_final.normalize(states.last_layer[:, 1:, None]).expand_as(refined)
     assert torch.equal(refined, unwritten)
 
 
@@ -244,6 +252,67 @@ def test_cache_follows_transformer_lens_shorthand_and_sees_edits(draft):
         _, cache = hooked.run_with_cache(*INPUTS)
     assert not cache["mlp_out", 2].any()
     assert torch.equal(cache["resid_post", -1], cache["resid_mid", 2])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_residual_stream_is_the_sum_of_its_parts(kind):
+    """What the draft adds after a layer is a component too, and the last stream is the one the head reads."""
+    draft = make_draft(kind)
+    with HookedDraft(draft) as hooked:
+        logits, cache = hooked.run_with_cache(*INPUTS)
+    layers = draft.config.num_hidden_layers
+    last = cache[draft.stages(layers - 1)[-1].after]
+    torch.testing.assert_close(draft.logits(draft.ln_final(last)[:, 1:]), logits)
+    parts, labels = cache.decompose_resid(return_labels=True)
+    torch.testing.assert_close(parts.sum(0), last)
+    assert labels[:3] == ["embed", "0_attn_out", "0_mlp_out"]
+    assert ("0_inject_out" in labels) == (kind == DSPINE)
+    for layer in range(layers):
+        entering = cache[f"blocks.{layer}.hook_resid_pre"]
+        torch.testing.assert_close(cache.decompose_resid(layer).sum(0), entering)
+        torch.testing.assert_close(
+            cache.decompose_resid(layer, mlp_input=True).sum(0), cache[f"blocks.{layer}.hook_resid_mid"]
+        )
+        assert torch.equal(cache.accumulated_resid(layer)[-1], entering)
+    normed = cache.decompose_resid(apply_ln=True).sum(0)
+    torch.testing.assert_close(normed[:, 1:] @ draft.head.T, logits)
+    streams, labels = cache.accumulated_resid(apply_ln=True, incl_mid=True, pos_slice=-1, return_labels=True)
+    assert labels[:3] == ["0_pre", "0_mid", "1_pre"]
+    assert labels[-1] == "final_post"
+    torch.testing.assert_close(streams[-1] @ draft.head.T, logits[:, -1])
+    assert len(cache.decompose_resid(mode="mlp", incl_embeds=False)) == layers
+    for name in ("logit_attrs", "stack_head_results", "logit_lens", "get_full_resid_decomposition"):
+        with pytest.raises(UsageError, match=f"{name} is not formed for drafts"):
+            getattr(cache, name)(last)
+    with HookedDraft(draft) as hooked:
+        _, some = hooked.run_with_cache(*INPUTS, names_filter="hook_embed")
+    with pytest.raises(UsageError, match="hook_attn_out was not cached"):
+        some.decompose_resid()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copies_come_without_hooks(draft, copied):
+    plain = draft(*INPUTS)
+    hooked = HookedDraft(draft)
+    with hooked.hooks([("hook_embed", lambda x, hook: x * 0)]):
+        other, wrapped = copied(draft), copied(hooked)
+        assert torch.equal(other(*INPUTS), plain)
+        assert torch.equal(wrapped(*INPUTS), plain)
+        assert not torch.equal(draft(*INPUTS), plain)
+    assert not any(isinstance(module, HookPoint) for module in other.modules())
+    with HookedDraft(other) as again:
+        assert list(again.hook_dict) == list(hooked.hook_dict) == list(wrapped.hook_dict)
+    wrapped.close()
+    hooked.close()
+
+
+@pytest.mark.parametrize("mode", [lambda: torch.set_grad_enabled(False), torch.inference_mode])
+def test_a_graph_is_built_whatever_mode_others_set(draft, mode):
+    with HookedDraft(draft) as hooked, mode():
+        taps = INPUTS[0].clone()
+        assert hooked.run_with_cache(taps, *INPUTS[1:], grad=True)[0].requires_grad
+        assert not hooked.run_with_cache(taps, *INPUTS[1:])[0].requires_grad
+    assert torch.is_grad_enabled()
 
 
 def test_no_graph_unless_asked(draft):

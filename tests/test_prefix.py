@@ -16,7 +16,7 @@ from dspine_probe.config import DFLASH, DSPINE
 from dspine_probe.drafts.checkpoint import load_draft, save_draft
 from dspine_probe.errors import UsageError
 from dspine_probe.training.anchors import show_prefixes
-from dspine_probe.training.objective import Progress, objective_for, supervised
+from dspine_probe.training.objectives.base import Progress, objective_for, supervised
 from dspine_probe.training.run import DraftPlan, train_draft
 from dspine_probe.training.trainer import train
 

@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from dspine_probe.config import DFLASH, DSPINE, DraftConfig, DSpineConfig
+from dspine_probe.config import DFLASH, DSPINE, DraftConfig
 from dspine_probe.drafts import Context, DFlash, Draft, DSpine
+from dspine_probe.drafts.injection import DSpineConfig
 from dspine_probe.target import Target
 
 VOCAB, WIDTH, LAYERS = 64, 32, 5
@@ -49,7 +50,7 @@ def tiny_config(target: Target, architecture: str, **changes: object) -> DraftCo
         "target_layer_ids": (0, 2),
         "num_target_layers": target.num_layers,
         "is_causal": architecture == DSPINE,
-        "dspine": DSpineConfig(transfer_rank=8, message_size=6, top_k=4) if architecture == DSPINE else None,
+        "part": DSpineConfig(transfer_rank=8, message_size=6, top_k=4) if architecture == DSPINE else None,
     }
     return DraftConfig(**{**fields, **changes})
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dspine_probe.config import DFLASH, DSPINE, DraftConfig, DSpineConfig
+from dspine_probe.config import DFLASH, DSPINE, DraftConfig
 from dspine_probe.drafts import DFlash, DSpine
+from dspine_probe.drafts.injection import DSpineConfig
 from dspine_probe.training.features import FeatureMeta, FeatureStore, Sequence
 
 VOCAB, D_MODEL, LAYERS, BLOCK, TAPS = 32, 16, 3, 4, 2
@@ -32,7 +33,7 @@ def toy_config(kind: str, *, causal: bool, draft_vocab: int | None = None) -> Dr
         num_target_layers=TAPS + 2,
         is_causal=causal,
         draft_vocab_size=draft_vocab,
-        dspine=DSpineConfig(transfer_rank=8, message_size=5, top_k=4) if kind == "dspine" else None,
+        part=DSpineConfig(transfer_rank=8, message_size=5, top_k=4) if kind == "dspine" else None,
     )
 
 

@@ -5,15 +5,16 @@ keys and values with the same matrices that serve the block; context rows never 
 context rows before their anchor and each other, causally or in both directions (DFlash, arXiv 2602.06036).
 
 Blocks of many anchors of one sequence share its context pass, in training as in decoding: one code path for both.
-Identity modules named `hook_*` mark what is worth seeing; they cost nothing, and `dspine_probe.hooks` taps them.
+Identity modules named `hook_*` mark hook points; they cost nothing, and `dspine_probe.hooks` taps them.
 
 Axes: batch = sequences, block = batch · anchor (all blocks, sequence-major), slot = 0…T, ctx = context rows.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
+from typing import ClassVar, Self, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -21,55 +22,42 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dspine_probe.config import DraftConfig
-from dspine_probe.drafts.layers import Block, BlockBias, HookedNorm, RMSNorm, Rotary, rotary_tables
+from dspine_probe.drafts.block import (
+    BlockInputs,
+    BlockStates,
+    Context,
+    LayerStreams,
+    Stage,
+    TruePredecessors,
+)
+from dspine_probe.drafts.borrowed import Borrowed, check_visible
+from dspine_probe.drafts.layers import BlockBias, DraftLayer, HookedNorm, RMSNorm, Rotary, rotary_tables
+from dspine_probe.drafts.proposal import Candidates, Proposal
+from dspine_probe.drafts.registry import Kind
 from dspine_probe.errors import UsageError
+from dspine_probe.sampling import pick, tempered
 
 
-@dataclass(frozen=True)
-class Context:
-    """Per layer, the keys (normed, rotated) and values of the committed context rows 0…length−1."""
-
-    keys: tuple[Float[Tensor, "batch ctx kv_head d_head"], ...]
-    values: tuple[Float[Tensor, "batch ctx kv_head d_head"], ...]
-
-    @property
-    def length(self) -> int:
-        """Number of context rows."""
-        return self.keys[0].shape[1]
-
-    def extend(self, new: Context) -> Context:
-        """This context followed by `new` rows."""
-        join = zip(self.keys, new.keys, strict=True), zip(self.values, new.values, strict=True)
-        keys, values = (tuple(torch.cat(pair, dim=1) for pair in pairs) for pairs in join)
-        return Context(keys, values)
-
-    def select(self, rows: Tensor) -> Context:
-        """The sequences that `rows` names or marks, each as often as it is named."""
-        return Context(tuple(k[rows] for k in self.keys), tuple(v[rows] for v in self.values))
-
-    def crop(self, length: int) -> Context:
-        """The first `length` rows."""
-        return Context(tuple(k[:, :length] for k in self.keys), tuple(v[:, :length] for v in self.values))
-
-
-@dataclass(frozen=True)
-class BlockStates:
-    """Final-normed hidden states of every slot, the anchor's included."""
-
-    hidden: Float[Tensor, "block slot d_model"]
-
-
-class Backbone(nn.Module, ABC):
+class Backbone(Borrowed):
     """fc, context norm, layers and final norm of a parallel draft, beside the target's frozen embedding and head.
 
-    `embedding` and `head` are the target's own matrices, kept as buffers that no checkpoint stores. With
-    `vocabulary`, the draft predicts only these token ids (a frequency-trimmed head); logits then range over them.
+    A kind of draft is a subclass under `registry.register`; what it may change comes first below.
     """
 
-    embedding: Tensor
-    head: Tensor
-    vocabulary: Tensor | None
-    draft_index: Tensor | None
+    kind: ClassVar[Kind]
+    after_seams: ClassVar[tuple[str, str] | None] = None
+    """Hook points of a layer for what `after_layer` adds and for the stream behind it."""
+    code_seams: ClassVar[tuple[str, ...]] = ()
+    """Hook points, in a layer or in the draft, that carry the codes which slots receive from their predecessors."""
+    hook_axes: ClassVar[dict[str, tuple[str, str]]] = {}
+    """Axes and meaning of the kind's own hook points, by the last parts of their names."""
+    late_seams: ClassVar[tuple[str, ...]] = ()
+    """Hook points (by the start of their names) that wait for `propose` and do not fire in `run`."""
+    side_files: ClassVar[dict[str, tuple[str, str]]] = {}
+    """Files that a checkpoint may hold beside the weights: the key to read from each, and its public tensor name."""
+
+    codes: Tensor | None
+    """Unit-length code of every token of the target's vocabulary, in drafts whose slots receive codes."""
 
     def __init__(
         self,
@@ -79,22 +67,88 @@ class Backbone(nn.Module, ABC):
         *,
         vocabulary: Int[Tensor, "draft_vocab"] | None = None,
     ) -> None:
-        super().__init__()
-        _check_target(config, embedding, head, vocabulary)
-        self.config = config
+        self.kind.check(config)
+        super().__init__(config, embedding, head, vocabulary)
         self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+        self.blocks = nn.ModuleList(DraftLayer(config) for _ in range(config.num_hidden_layers))
         self.ln_final = HookedNorm(config.hidden_size, config.rms_norm_eps)
         self.hook_context, self.hook_embed, self.hook_logits = nn.Identity(), nn.Identity(), nn.Identity()
-        self.register_buffer("embedding", embedding.detach(), persistent=False)
-        self.register_buffer("vocabulary", vocabulary, persistent=False)
-        self.register_buffer("draft_index", _inverse(vocabulary, config.vocab_size), persistent=False)
-        self.register_buffer(
-            "head", (head if vocabulary is None else head[vocabulary]).detach(), persistent=False
-        )
+        self.register_buffer("codes", None, persistent=False)
 
-    @abstractmethod
+    # ---- what a kind may change
+
+    def after_layer(
+        self, layer: int, x: Float[Tensor, "block slot d_model"], inputs: BlockInputs
+    ) -> Float[Tensor, "block slot d_model"]:
+        """The stream that goes on after `layer`; here what the layer left."""
+        return x
+
+    def propose(
+        self,
+        states: BlockStates,
+        anchor_tokens: Int[Tensor, "batch anchor"],
+        *,
+        temperature: float = 1.0,
+        noise: Float[Tensor, "block draft_slot"] | None = None,
+    ) -> Proposal:
+        """Tokens of slots 1…T from a pass: the likeliest, or with `noise` (uniform in [0, 1)) a draw of each.
+
+        Here every slot chooses on its own.
+        """
+        scores = self.logits(states.hidden[:, 1:])
+        if noise is None:
+            return Proposal(self.to_tokens(scores.argmax(dim=-1)))
+        probs = tempered(scores, temperature)
+        every = self.to_tokens(torch.arange(probs.shape[-1], device=probs.device))
+        return Proposal(every[pick(probs, noise)], Candidates(every.expand_as(probs), probs))
+
+    def message_codes(
+        self, tokens: Int[Tensor, "*batch"], dtype: torch.dtype
+    ) -> Float[Tensor, "*batch rank"] | None:
+        """The form in which a known token's code is received by the slot after it; None where none is sent."""
+        if self.codes is None:
+            return None
+        return (F.embedding(tokens, self.codes) * self.codes.shape[1] ** 0.5).to(dtype)
+
+    def prediction_feature(
+        self, layer: int, h: Float[Tensor, "*batch d_model"]
+    ) -> Float[Tensor, "*batch rank"] | None:
+        """The draft's own reading of what the stream after `layer` predicts, to be compared with `codes`."""
+        return None
+
+    def zero_writes(self) -> None:
+        """Zero whatever adds to the plain backbone, in place; here nothing does."""
+
+    @property
+    def candidate_count(self) -> int | None:
+        """How many candidates a slot's token is chosen among; None for the whole vocabulary."""
+        return None
+
+    @property
+    def code_sizes(self) -> tuple[int, int]:
+        """Size of a code and of a message; where the kind has none, a third and two ninths of the hidden size."""
+        return self.config.hidden_size // 3, self.config.hidden_size * 2 // 9
+
+    def own_tensors(self, *, full: bool) -> dict[str, Tensor]:
+        """What a checkpoint holds beside parameters and vocabulary, under public names; `full` may spell out more."""
+        return {}
+
+    @classmethod
+    def build(
+        cls,
+        config: DraftConfig,
+        embedding: Float[Tensor, "vocab d_model"],
+        head: Float[Tensor, "vocab d_model"],
+        vocabulary: Int[Tensor, "draft_vocab"] | None,
+        tensors: dict[str, Tensor],
+    ) -> Self:
+        """The draft of a checkpoint with parameters still to be assigned; takes its own tensors out of `tensors`."""
+        with torch.device("meta"):
+            return cls(config, embedding, head, vocabulary=vocabulary)
+
+    # ---- passes
+
     def run(
         self,
         context: Context,
@@ -103,8 +157,70 @@ class Backbone(nn.Module, ABC):
         *,
         width: int | None = None,
         visible: Int[Tensor, "block draft_slot"] | None = None,
+        true_predecessors: TruePredecessors | None = None,
     ) -> BlockStates:
-        """One parallel pass over all blocks; `visible` as in `embed_block`."""
+        """One parallel pass over all blocks.
+
+        Args:
+            anchors: the positions of `anchor_tokens`.
+            width: slots of a block, the anchor's included; at most, and by default, `block_size`.
+            visible: tokens shown in slots 1…T (−1: the mask).
+            true_predecessors: training only, for drafts whose slots receive codes.
+        """
+        width = width or self.config.block_size
+        inputs = self.block_inputs(context, anchor_tokens, anchors, width)
+        if true_predecessors is not None:
+            if self.codes is None:
+                raise UsageError(
+                    f"the slots of a {self.kind.name} receive no codes; give no true_predecessors."
+                )
+            inputs = replace(inputs, true_predecessors=true_predecessors)
+        streams = self.run_layers(self.embed_block(anchor_tokens, width, visible), inputs)
+        return BlockStates(streams.residuals, streams.last_layer, self.ln_final(streams.residuals[-1]))
+
+    def run_layers(
+        self,
+        x: Float[Tensor, "block slot d_model"],
+        inputs: BlockInputs,
+        start: int = 0,
+        stop: int | None = None,
+    ) -> LayerStreams:
+        """Layers start…stop − 1, each with what follows it, on the stream `x` that enters them."""
+        residuals, last = [], x
+        for layer in range(start, len(self.blocks) if stop is None else stop):
+            keys, values = inputs.context.keys[layer], inputs.context.values[layer]
+            last = self.blocks[layer](x, keys, values, inputs.rotary, inputs.bias)
+            x = self.after_layer(layer, last, inputs)
+            residuals.append(x)
+        return LayerStreams(tuple(residuals), last)
+
+    def stages(self, layer: int) -> list[Stage]:
+        """The same layer in parts: everything that is added to the stream there, one after another."""
+        block, at = cast(DraftLayer, self.blocks[layer]), f"blocks.{layer}."
+
+        def attend(x: Tensor, inputs: BlockInputs) -> Tensor:
+            keys, values = inputs.context.keys[layer], inputs.context.values[layer]
+            return block.attend(x, keys, values, inputs.rotary, inputs.bias)
+
+        stages = [
+            Stage(at + "hook_attn_out", at + "hook_resid_mid", attend),
+            Stage(at + "hook_mlp_out", at + "hook_resid_post", lambda x, _: block.feed(x)),
+        ]
+        if self.after_seams is not None:
+            added, after = self.after_seams
+            stages.append(Stage(at + added, at + after, partial(self.after_layer, layer)))
+        return stages
+
+    def draft_greedy(
+        self,
+        context: Context,
+        anchor_tokens: Int[Tensor, "batch anchor"],
+        anchors: Int[Tensor, "batch anchor"],
+        *,
+        width: int | None = None,
+    ) -> Int[Tensor, "block draft_slot"]:
+        """The tokens the draft proposes for slots 1…T without drawing."""
+        return self.propose(self.run(context, anchor_tokens, anchors, width=width), anchor_tokens).tokens
 
     def forward(
         self,
@@ -143,14 +259,18 @@ class Backbone(nn.Module, ABC):
         tokens = anchor_tokens.new_full((anchor_tokens.numel(), width), self.config.mask_token_id)
         tokens[:, 0] = anchor_tokens.flatten()
         if visible is not None:
-            _check_visible(visible, (len(tokens), width - 1), self.config.vocab_size)
+            check_visible(visible, (len(tokens), width - 1), self.config.vocab_size)
             tokens[:, 1:] = torch.where(visible >= 0, visible, tokens[:, 1:])
         return self.hook_embed(F.embedding(tokens, self.embedding))
 
     def block_inputs(
-        self, context: Context, anchors: Int[Tensor, "batch anchor"], width: int
-    ) -> tuple[Rotary, BlockBias]:
-        """Rotary tables at the slots' absolute positions (anchor + slot) and the visibility of context and slots."""
+        self,
+        context: Context,
+        anchor_tokens: Int[Tensor, "batch anchor"],
+        anchors: Int[Tensor, "batch anchor"],
+        width: int,
+    ) -> BlockInputs:
+        """What the layers need for blocks of `width` slots at `anchors`."""
         if width > self.config.block_size:
             raise UsageError(
                 f"a block of {width} slots is wider than the {self.config.block_size} this draft was trained with."
@@ -158,53 +278,14 @@ class Backbone(nn.Module, ABC):
         dtype = context.keys[0].dtype
         positions = anchors.flatten()[:, None] + torch.arange(width, device=anchors.device)
         bias = BlockBias.build(anchors, context.length, width, causal=self.config.is_causal, dtype=dtype)
-        return self._rotary(positions, dtype), bias
+        code = self.message_codes(anchor_tokens.flatten(), dtype)
+        rotary = self._rotary(positions, dtype)
+        return BlockInputs(context, rotary, bias, None if code is None else code[:, None])
 
     def logits(self, hidden: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch draft_vocab"]:
         """Scores of final-normed states under the target's frozen head."""
         # A slice of slots is not contiguous, and a product with it is several times slower.
         return self.hook_logits(F.linear(hidden.contiguous(), self.head))
 
-    def to_tokens(self, index: Int[Tensor, "*batch"]) -> Int[Tensor, "*batch"]:
-        """Token ids of positions in the draft's vocabulary."""
-        return index if self.vocabulary is None else self.vocabulary[index]
-
-    def to_index(self, tokens: Int[Tensor, "*batch"]) -> Int[Tensor, "*batch"]:
-        """Positions of tokens in the draft's vocabulary; −1 for a token the draft cannot propose."""
-        return tokens if self.draft_index is None else self.draft_index[tokens]
-
     def _rotary(self, positions: Int[Tensor, "..."], dtype: torch.dtype) -> Rotary:
         return rotary_tables(positions, self.config.head_dim, self.config.rope_theta, dtype)
-
-
-def _inverse(vocabulary: Int[Tensor, "draft_vocab"] | None, vocab_size: int) -> Int[Tensor, "vocab"] | None:
-    if vocabulary is None:
-        return None
-    index = torch.full((vocab_size,), -1, device=vocabulary.device)
-    index[vocabulary] = torch.arange(len(vocabulary), device=vocabulary.device)
-    return index
-
-
-def _check_visible(visible: Tensor, shape: tuple[int, int], vocab_size: int) -> None:
-    if tuple(visible.shape) != shape:
-        raise UsageError(
-            f"visible tokens are {tuple(visible.shape)} but the blocks have {shape} draft slots; give each slot a "
-            "token, or −1 for the mask."
-        )
-    if visible.numel() and not -1 <= int(visible.min()) <= int(visible.max()) < vocab_size:
-        raise UsageError(f"visible tokens must be −1 or one of 0…{vocab_size - 1}.")
-
-
-def _check_target(config: DraftConfig, embedding: Tensor, head: Tensor, vocabulary: Tensor | None) -> None:
-    expected = (config.vocab_size, config.hidden_size)
-    for name, matrix in (("embedding", embedding), ("head", head)):
-        if tuple(matrix.shape) != expected:
-            raise UsageError(
-                f"the target's {name} is {tuple(matrix.shape)} but the draft was made for {expected}; "
-                "load the target that this draft belongs to."
-            )
-    size = None if vocabulary is None else len(vocabulary)
-    if size != config.draft_vocab_size:
-        raise UsageError(
-            f"the draft's vocabulary lists {size} tokens but its config says {config.draft_vocab_size}."
-        )

@@ -1,4 +1,4 @@
-"""Drafts on disk: a folder with `config.json` and `model.safetensors` in the public layout.
+"""Drafts on disk: a folder with `config.json` and `model.safetensors` (or its shards) in the public layout.
 
 `save_draft` writes a folder whole or not at all, with checksums in a `manifest.json` and a fingerprint of the target;
 `load_draft` reads it, or a public checkpoint without these two, and refuses damaged files and foreign targets.
@@ -19,17 +19,18 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dspine_probe.config import DSPINE, DraftConfig
+from dspine_probe.config import DraftConfig
 from dspine_probe.drafts import Draft
-from dspine_probe.drafts.layout import CODES, from_public, to_public
+from dspine_probe.drafts.layout import from_public, to_public
+from dspine_probe.drafts.registry import read_config
 from dspine_probe.errors import ProbeError, UsageError
-from dspine_probe.files import data_dir, sha256_of, write_atomically, write_folder_atomically
+from dspine_probe.files import DATA_VARIABLE, data_dir, sha256_of, write_atomically, write_folder_atomically
 from dspine_probe.target import Target
 
 CONFIG, WEIGHTS, MANIFEST, CARD = "config.json", "model.safetensors", "manifest.json", "README.md"
-CODE_TABLE = "transfer.safetensors"
-"""Some public DSpine checkpoints keep the code table beside the weights, under the key `codes`."""
-FINGERPRINT = "target_fingerprint"
+INDEX = f"{WEIGHTS}.index.json"
+SHIPPED = ("dflash", "dspine")
+FINGERPRINT, TRAINING = "target_fingerprint", "training"
 _FINGERPRINT_ROWS = 1024
 
 
@@ -54,16 +55,18 @@ def save_draft(
         folder: created, or replaced if it holds a checkpoint.
         card: Markdown, written as README.md beside the weights.
         dtype: type of the stored weights; transfer tensors stay in fp32.
-        full_codes: store DSpine's code of every token (the public layout) in place of the small map that makes them.
+        full_codes: store the code of every token (the public layout) in place of the small map that makes them.
 
     Raises:
         UsageError: the folder holds other files than a checkpoint's.
         ProbeError: it cannot be written, or the disk is full.
     """
     folder = Path(folder)
-    _refuse_other_files(folder)
+    refuse_other_files(folder)
     tensors = to_public(draft, dtype, full_codes=full_codes)
     config = {**draft.config.to_dict(), FINGERPRINT: fingerprint(draft.embedding)}
+    if draft.training_record:
+        config[TRAINING] = dict(draft.training_record)
 
     def write(into: Path) -> None:
         _write_json(into / CONFIG, config)
@@ -94,19 +97,22 @@ def load_draft(
         UsageError: no such draft, not the public layout, or made for another target.
         ProbeError: a file is damaged.
     """
-    folder = _locate(name_or_folder)
+    folder = locate(name_or_folder)
     device = torch.device(target.device if device is None else device)
     dtype = dtype or (torch.float32 if device.type == "cpu" else target.dtype)
     _check_manifest(folder)
     raw = _read_json(folder / CONFIG)
-    config = DraftConfig.from_dict(raw)
+    kind, config = read_config(raw)
     _check_target(config, raw.get(FINGERPRINT), target)
-    tensors = _read_tensors(folder / WEIGHTS)
-    if config.architecture == DSPINE and (folder / CODE_TABLE).is_file():
-        tensors[CODES] = _code_table(folder / CODE_TABLE)
+    tensors = _read_weights(folder)
+    for file, (key, name) in kind.draft.side_files.items():
+        if (folder / file).is_file():
+            tensors[name] = _side_tensor(folder / file, key)
     embedding = target.embedding.detach().to(device, dtype)
     head = embedding if target.tied else target.head.detach().to(device, dtype)
-    return from_public(config, tensors, embedding, head).eval()
+    draft = from_public(kind, config, tensors, embedding, head).eval()
+    draft.training_record = raw.get(TRAINING, {})
+    return draft
 
 
 def fingerprint(embedding: Float[Tensor, "vocab d_model"]) -> str:
@@ -115,7 +121,12 @@ def fingerprint(embedding: Float[Tensor, "vocab d_model"]) -> str:
     return hashlib.sha256(rows.view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def _locate(name_or_folder: str | Path) -> Path:
+def locate(name_or_folder: str | Path) -> Path:
+    """The folder of a shipped draft or of any checkpoint.
+
+    Raises:
+        UsageError: there is no such draft, or it is not part of this installation.
+    """
     shipped = shipped_checkpoints()
     name, folder = str(name_or_folder), Path(name_or_folder)
     if name in shipped:
@@ -124,10 +135,41 @@ def _locate(name_or_folder: str | Path) -> Path:
         return folder
     if folder.is_dir():
         raise UsageError(f"the folder {name} holds no {CONFIG}; give the folder of a draft checkpoint")
+    if name in SHIPPED:
+        raise UsageError(
+            f"the shipped draft {name!r} is not in {data_dir() / 'checkpoints'}: an installed package carries prompts "
+            f"alone; work in a clone of the repository, or set {DATA_VARIABLE} to the data folder of one"
+        )
     near = difflib.get_close_matches(name, shipped, n=1)
     guess = f"; did you mean {near[0]!r}?" if near else ""
     known = ", ".join(shipped) or "none"
     raise UsageError(f"draft {name!r} is neither a folder nor a shipped draft (shipped: {known}){guess}")
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that hold a checkpoint's tensors: one, or the shards that its index names.
+
+    Raises:
+        UsageError: there are neither weights nor an index.
+        ProbeError: the index is damaged, or a shard is missing.
+    """
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    if not (folder / INDEX).is_file():
+        raise UsageError(
+            f"{folder / WEIGHTS} was not found, nor {INDEX}; a draft checkpoint holds {CONFIG} and one of them"
+        )
+    shards = [folder / name for name in sorted(set(_shard_of_tensor(folder).values()))]
+    for shard in shards:
+        if shard.parent != folder or not shard.is_file():
+            raise ProbeError(f"{shard}, which {INDEX} names, is missing; copy the checkpoint again")
+    return shards
+
+
+def weights_digest(folder: Path) -> str:
+    """SHA-256 of a checkpoint's weights; of shards, of their own in order."""
+    digests = [sha256_of(path) for path in weight_files(folder)]
+    return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
 def _check_target(config: DraftConfig, made_for: str | None, target: Target) -> None:
@@ -156,9 +198,23 @@ def _check_manifest(folder: Path) -> None:
             )
 
 
+def _read_weights(folder: Path) -> dict[str, Tensor]:
+    files = weight_files(folder)
+    tensors = {name: tensor for path in files for name, tensor in _read_tensors(path).items()}
+    lacking = [] if files == [folder / WEIGHTS] else sorted(set(_shard_of_tensor(folder)) - set(tensors))
+    if lacking:
+        raise ProbeError(f"{folder} lacks {lacking[0]}, which {INDEX} names; copy the checkpoint again")
+    return tensors
+
+
+def _shard_of_tensor(folder: Path) -> dict[str, str]:
+    shards = _read_json(folder / INDEX).get("weight_map")
+    if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
+        raise ProbeError(f"{folder / INDEX} has no weight_map; copy the checkpoint again")
+    return shards
+
+
 def _read_tensors(path: Path) -> dict[str, Tensor]:
-    if not path.is_file():
-        raise UsageError(f"{path} was not found; a draft checkpoint holds {CONFIG} and {WEIGHTS}")
     try:
         return load_file(path)
     except (SafetensorError, OSError) as error:
@@ -167,13 +223,13 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
         ) from error
 
 
-def _code_table(path: Path) -> Tensor:
+def _side_tensor(path: Path, key: str) -> Tensor:
     tensors = _read_tensors(path)
-    if "codes" not in tensors:
+    if key not in tensors:
         raise UsageError(
-            f"{path} holds {', '.join(tensors) or 'nothing'} instead of `codes`; copy the checkpoint again"
+            f"{path} holds {', '.join(tensors) or 'nothing'} instead of `{key}`; copy the checkpoint again"
         )
-    return tensors["codes"]
+    return tensors[key]
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -192,7 +248,12 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
     )
 
 
-def _refuse_other_files(folder: Path) -> None:
+def refuse_other_files(folder: Path) -> None:
+    """Refuse to replace a folder that holds more than a checkpoint.
+
+    Raises:
+        UsageError: naming the folder.
+    """
     if not folder.exists():
         return
     known = {CONFIG, WEIGHTS, MANIFEST, CARD}

@@ -8,108 +8,55 @@ the transition cache. Writes start at zero, so a fresh DSpine is exactly its cau
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Self, cast
 
 import torch
-from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from jaxtyping import Float, Int
+from torch import Tensor
 from torch.nn import functional as F
 
-from dspine_probe.config import DraftConfig, DSpineConfig
-from dspine_probe.drafts.backbone import Backbone, BlockStates, Context
+from dspine_probe.config import DSPINE, DraftConfig
+from dspine_probe.drafts.backbone import Backbone
+from dspine_probe.drafts.block import BlockInputs, BlockStates, TruePredecessors
+from dspine_probe.drafts.injection import DSpineConfig, Injection, InjectionSeams, LastWriteSeams
+from dspine_probe.drafts.layout import check_shape, refuse_names
+from dspine_probe.drafts.proposal import Candidates, Proposal
+from dspine_probe.drafts.registry import register
 from dspine_probe.drafts.transition import TransitionCache
 from dspine_probe.errors import UsageError
-from dspine_probe.transfer import TransferSpace
+from dspine_probe.transfer import TransferSpace, codes_from_projection
+
+CODES, READY, MEAN, PROJECTION = "transfer_codes", "transfer_ready", "transfer_mean", "transfer_projection"
+"""Public names of the table of codes and its flag, and of the small map that makes the codes from the target's head."""
+_PAIR = "block draft_slot candidate"
 
 
-def require_dspine(config: DraftConfig) -> DSpineConfig:
-    """The DSpine part of a config, or a refusal."""
-    if config.dspine is None:
-        raise UsageError(f"{config.architecture} has no dspine_config; DSpine cannot be built from it.")
-    return config.dspine
-
-
-@dataclass(frozen=True)
-class TruePredecessors:
-    """Training-time replacement: blocks in `replaced` are fed the true predecessor's code in the shallow layers."""
-
-    tokens: Int[Tensor, "block slot"]
-    replaced: Bool[Tensor, "block"]
-
-
-@dataclass(frozen=True)
-class SpineStates(BlockStates):
-    """What a pass leaves behind: final-normed states, the last layer before its injection, features after each one."""
-
-    pre_write: Float[Tensor, "block slot d_model"]
-    features: tuple[Float[Tensor, "block slot rank"], ...]
-
-
-class InjectionSeams(nn.Module):
-    """Observation points of one layer's injection (predecessor feature, gate, write, residual stream after it)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hook_pred, self.hook_gate = nn.Identity(), nn.Identity()
-        self.hook_out, self.hook_resid = nn.Identity(), nn.Identity()
-
-
-class LastWriteSeams(nn.Module):
-    """Observation points of the last write repeated: known predecessor's code, gate, write; idle in the full pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hook_pred, self.hook_gate, self.hook_out = nn.Identity(), nn.Identity(), nn.Identity()
-
-
-class Injection(nn.Module):
-    """Readout and write of each layer, with the message and gates that all layers share."""
-
-    bias: Tensor
-
-    def __init__(self, config: DraftConfig) -> None:
-        super().__init__()
-        spine, layers = require_dspine(config), config.num_hidden_layers
-        rank, message = spine.transfer_rank, spine.message_size
-        self.readouts = nn.ModuleList(nn.Linear(config.hidden_size, rank, bias=False) for _ in range(layers))
-        self.writes = nn.ModuleList(nn.Linear(message, config.hidden_size, bias=False) for _ in range(layers))
-        self.message = nn.Linear(rank, message, bias=False)
-        self.receiver_gate = nn.Linear(rank, message, bias=False)
-        self.predecessor_gate = nn.Linear(rank, message, bias=False)
-        self.bias = nn.Parameter(torch.zeros(message))
-
-    def reset(self, basis: Float[Tensor, "d_model rank"]) -> None:
-        """Identity start: readouts look along the principal directions, writes and the predecessor gate are zero."""
-        with torch.no_grad():
-            for readout, write in zip(self.readouts, self.writes, strict=True):
-                readout.weight.copy_(basis.T)
-                write.weight.zero_()
-            self.predecessor_gate.weight.zero_()
-            self.bias.zero_()
-
-    def feature(self, layer: int, h: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch rank"]:
-        """f_l(h) = √r · R_l h / ‖R_l h‖, unit RMS per coordinate."""
-        read = self.readouts[layer](h).float()
-        return (F.normalize(read, dim=-1) * read.shape[-1] ** 0.5).to(h.dtype)
-
-    def gate(
-        self, feature: Float[Tensor, "*batch rank"], pred: Float[Tensor, "*batch rank"]
-    ) -> Float[Tensor, "*batch message"]:
-        """g = σ(G_r f + G_p m + b), one value per message channel."""
-        return torch.sigmoid(
-            self.receiver_gate(feature) + self.predecessor_gate(pred) + self.bias.to(feature.dtype)
-        )
-
-    def write(
-        self, layer: int, h: Float[Tensor, "*batch d_model"], gated: Float[Tensor, "*batch message"]
-    ) -> Float[Tensor, "*batch d_model"]:
-        """The update ‖h‖/√D · W_l(g ⊙ M m), scaled by the receiver's own RMS."""
-        rms = h.float().square().mean(dim=-1, keepdim=True).sqrt().to(h.dtype)
-        return rms * self.writes[layer](gated)
-
-
+@register(
+    "dspine",
+    architecture=DSPINE,
+    objective="dspine_probe.training.objectives.dspine:DSpineObjective",
+    part=DSpineConfig,
+    causal=True,
+)
 class DSpine(Backbone):
     """The full model: causal backbone, injection after every layer, last-write refinement, transition cache."""
+
+    after_seams = ("inject.hook_out", "inject.hook_resid")
+    code_seams = ("inject.hook_pred", "last_write.hook_pred")
+    late_seams = ("last_write.",)
+    side_files = {"transfer.safetensors": ("codes", CODES)}
+    hook_axes = {
+        "inject.hook_pred": (
+            "block draft_slot rank",
+            "predecessor's feature; for slot 1 the anchor's code, √rank long",
+        ),
+        "inject.hook_gate": ("block draft_slot message", "gate, one value per message channel, 0…1"),
+        "inject.hook_out": ("block draft_slot d_model", "what the injection adds to the residual stream"),
+        "inject.hook_resid": ("block slot d_model", "residual stream after the layer and its injection"),
+        "last_write.hook_pred": (f"{_PAIR} rank", "code of every known predecessor, √rank long"),
+        "last_write.hook_gate": (f"{_PAIR} message", "gate of the last write given that predecessor, 0…1"),
+        "last_write.hook_out": (f"{_PAIR} d_model", "what the last write adds given that predecessor"),
+    }
 
     codes: Tensor
     transfer_mean: Tensor | None
@@ -127,8 +74,8 @@ class DSpine(Backbone):
     ) -> None:
         """`space` defaults to the one fitted on `head`; with `codes`, a checkpoint's table, there is none."""
         super().__init__(config, embedding, head, vocabulary=vocabulary)
-        self.spine = require_dspine(config)
-        self.injection = Injection(config)
+        self.spine = cast(DSpineConfig, config.part)
+        self.injection = Injection(config, self.spine)
         for block in self.blocks:
             block.inject = InjectionSeams()
         self.last_write = LastWriteSeams()
@@ -140,39 +87,58 @@ class DSpine(Backbone):
         self.register_buffer("transfer_projection", None if space is None else space.projection)
         self.register_buffer("codes", codes, persistent=False)
 
-    def scaled_codes(self, tokens: Int[Tensor, "*batch"], dtype: torch.dtype) -> Float[Tensor, "*batch rank"]:
-        """√r · e_v, the form in which a code enters the injection."""
-        return (F.embedding(tokens, self.codes) * self.codes.shape[1] ** 0.5).to(dtype)
+    @classmethod
+    def build(
+        cls,
+        config: DraftConfig,
+        embedding: Float[Tensor, "vocab d_model"],
+        head: Float[Tensor, "vocab d_model"],
+        vocabulary: Int[Tensor, "draft_vocab"] | None,
+        tensors: dict[str, Tensor],
+    ) -> Self:
+        """As the backbone's, with the stored table of codes, or the codes that the stored map gives."""
+        cls.kind.check(config)
+        codes, mean, projection = _take_codes(tensors, config, head)
+        with torch.device("meta"):
+            draft = cls(config, embedding, head, vocabulary=vocabulary, codes=codes)
+        draft.transfer_mean, draft.transfer_projection = mean, projection
+        return draft
 
-    def run(
-        self,
-        context: Context,
-        anchor_tokens: Int[Tensor, "batch anchor"],
-        anchors: Int[Tensor, "batch anchor"],
-        *,
-        width: int | None = None,
-        visible: Int[Tensor, "block draft_slot"] | None = None,
-        true_predecessors: TruePredecessors | None = None,
-        keep_features: bool = False,
-    ) -> SpineStates:
-        """One parallel pass over all blocks; `keep_features` also reads each layer out after its injection.
+    def own_tensors(self, *, full: bool) -> dict[str, Tensor]:
+        """The map that makes the codes; the codes of every token if `full`, or if they were loaded without a map."""
+        if full or self.transfer_mean is None or self.transfer_projection is None:
+            return {CODES: self.codes.float().cpu(), READY: torch.tensor(True)}
+        return {MEAN: self.transfer_mean.float().cpu(), PROJECTION: self.transfer_projection.float().cpu()}
 
-        Slots that show a `visible` token (−1: the mask) send their feature on like any other, not that token's code.
-        """
-        width = width or self.config.block_size
-        rotary, bias = self.block_inputs(context, anchors, width)
-        x = self.embed_block(anchor_tokens, width, visible)
-        anchor_code = self.scaled_codes(anchor_tokens.flatten(), x.dtype)[:, None]
-        features = []
-        pre_write = x
-        for layer, (block, keys, values) in enumerate(
-            zip(self.blocks, context.keys, context.values, strict=True)
-        ):
-            pre_write = block(x, keys, values, rotary, bias)
-            x = self.inject(layer, pre_write, anchor_code, true_predecessors)
-            if keep_features:
-                features.append(self.injection.feature(layer, x))
-        return SpineStates(self.ln_final(x), pre_write, tuple(features))
+    @property
+    def candidate_count(self) -> int:
+        """K."""
+        return self.spine.top_k
+
+    @property
+    def code_sizes(self) -> tuple[int, int]:
+        """Transfer rank and message size."""
+        return self.spine.transfer_rank, self.spine.message_size
+
+    def prediction_feature(
+        self, layer: int, h: Float[Tensor, "*batch d_model"]
+    ) -> Float[Tensor, "*batch rank"]:
+        """f_l(h), the readout that a slot sends on."""
+        return self.injection.feature(layer, h)
+
+    def zero_writes(self) -> None:
+        """Zero the writes and the gate's bias, so that the draft is exactly its causal backbone."""
+        with torch.no_grad():
+            self.injection.bias.zero_()
+            for parameter in self.injection.writes.parameters():
+                parameter.zero_()
+
+    def after_layer(
+        self, layer: int, x: Float[Tensor, "block slot d_model"], inputs: BlockInputs
+    ) -> Float[Tensor, "block slot d_model"]:
+        """`inject`, with what the pass has been given."""
+        assert inputs.anchor_code is not None
+        return self.inject(layer, x, inputs.anchor_code, inputs.true_predecessors)
 
     def inject(
         self,
@@ -186,7 +152,7 @@ class DSpine(Backbone):
         feature = self.injection.feature(layer, h)
         pred = torch.cat([anchor_code, feature[:, 1:-1]], dim=1)
         if truth is not None and layer < self.spine.replacement_layers:
-            true_code = self.scaled_codes(truth.tokens[:, :-1], h.dtype)
+            true_code = cast(Tensor, self.message_codes(truth.tokens[:, :-1], h.dtype))
             pred = torch.where(truth.replaced[:, None, None], true_code, pred)
         pred = seams.hook_pred(pred)
         gate = seams.hook_gate(self.injection.gate(feature[:, 1:], pred))
@@ -195,37 +161,62 @@ class DSpine(Backbone):
 
     def refine(
         self,
-        pre_write: Float[Tensor, "block draft_slot d_model"],
+        last_layer: Float[Tensor, "block draft_slot d_model"],
         predecessors: Int[Tensor, "block draft_slot k"],
     ) -> Float[Tensor, "block draft_slot k d_model"]:
         """Last write repeated with the true code of each known predecessor; final-normed states ρ_t(a)."""
         last, seams = len(self.blocks) - 1, self.last_write
-        code = seams.hook_pred(self.scaled_codes(predecessors, pre_write.dtype))
-        receiver = pre_write[:, :, None]
+        code = seams.hook_pred(self.message_codes(predecessors, last_layer.dtype))
+        receiver = last_layer[:, :, None]
         gate = seams.hook_gate(self.injection.gate(self.injection.feature(last, receiver), code))
         write = seams.hook_out(self.injection.write(last, receiver, gate * self.injection.message(code)))
         return self.ln_final.normalize(receiver + write)
 
     def transition_cache(
-        self, states: SpineStates, anchor_tokens: Int[Tensor, "batch anchor"], *, top_k: int | None = None
+        self, states: BlockStates, anchor_tokens: Int[Tensor, "batch anchor"], *, top_k: int | None = None
     ) -> TransitionCache:
         """Top-K candidates of every slot by unary score, and the refined score of each adjacent pair."""
         k = top_k or self.spine.top_k
         index = self.logits(states.hidden[:, 1:]).topk(k, dim=-1).indices
         candidates = self.to_tokens(index)
         anchor = anchor_tokens.flatten()[:, None, None].expand(-1, 1, k)
-        refined = self.refine(states.pre_write[:, 1:], torch.cat([anchor, candidates[:, :-1]], dim=1))
+        refined = self.refine(states.last_layer[:, 1:], torch.cat([anchor, candidates[:, :-1]], dim=1))
         scores = refined @ F.embedding(index, self.head).transpose(-1, -2)
         return TransitionCache(candidates, scores)
 
-    def draft_greedy(
+    def propose(
         self,
-        context: Context,
+        states: BlockStates,
         anchor_tokens: Int[Tensor, "batch anchor"],
-        anchors: Int[Tensor, "batch anchor"],
         *,
-        width: int | None = None,
-    ) -> Int[Tensor, "block draft_slot"]:
-        """Tokens of slots 1…T by a greedy walk over the transition cache."""
-        states = self.run(context, anchor_tokens, anchors, width=width)
-        return self.transition_cache(states, anchor_tokens).walk_greedy()
+        temperature: float = 1.0,
+        noise: Float[Tensor, "block draft_slot"] | None = None,
+    ) -> Proposal:
+        """Tokens of slots 1…T by a walk over the transition cache, greedy or (with `noise`) drawn."""
+        cache = self.transition_cache(states, anchor_tokens)
+        if noise is None:
+            return Proposal(cache.walk_greedy())
+        tokens, probs = cache.walk_sampled(temperature, noise)
+        return Proposal(tokens, Candidates(cache.candidates, probs))
+
+
+def _take_codes(
+    tensors: dict[str, Tensor], config: DraftConfig, head: Float[Tensor, "vocab d_model"]
+) -> tuple[
+    Float[Tensor, "vocab rank"], Float[Tensor, "d_model"] | None, Float[Tensor, "d_model rank"] | None
+]:
+    """Codes of every token, with the map that makes them if that is what the checkpoint stores."""
+    rank = cast(DSpineConfig, config.part).transfer_rank
+    if CODES in tensors:
+        codes, ready = tensors.pop(CODES).float(), tensors.pop(READY, None)
+        check_shape(CODES, codes, (config.vocab_size, rank), config)
+        if ready is not None and not bool(ready):
+            raise UsageError(
+                "transfer_ready is false, so the transfer codes were never filled in; save the draft again"
+            )
+        return codes, None, None
+    refuse_names("no tensors", {MEAN, PROJECTION} - tensors.keys(), config)
+    mean, projection = tensors.pop(MEAN).float(), tensors.pop(PROJECTION).float()
+    check_shape(MEAN, mean, (config.hidden_size,), config)
+    check_shape(PROJECTION, projection, (config.hidden_size, rank), config)
+    return codes_from_projection(head, mean, projection), mean, projection

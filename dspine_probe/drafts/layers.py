@@ -172,8 +172,8 @@ class MLP(nn.Module):
         return self.down_proj(self.hook_post(gate * self.up_proj(x)))
 
 
-class Block(nn.Module):
-    """One decoder layer over the slots of all blocks."""
+class DraftLayer(nn.Module):
+    """One decoder layer over the slots of all blocks: attention, then the MLP."""
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
@@ -196,8 +196,21 @@ class Block(nn.Module):
         rotary: Rotary,
         bias: BlockBias,
     ) -> Float[Tensor, "block slot d_model"]:
+        return self.feed(self.attend(x, context_k, context_v, rotary, bias))
+
+    def attend(
+        self,
+        x: Float[Tensor, "block slot d_model"],
+        context_k: Tensor,
+        context_v: Tensor,
+        rotary: Rotary,
+        bias: BlockBias,
+    ) -> Float[Tensor, "block slot d_model"]:
+        """The stream after attention."""
         x = self.hook_resid_pre(x)
-        x = self.hook_resid_mid(
-            x + self.hook_attn_out(self.attn(self.ln1(x), context_k, context_v, rotary, bias))
-        )
+        attended = self.attn(self.ln1(x), context_k, context_v, rotary, bias)
+        return self.hook_resid_mid(x + self.hook_attn_out(attended))
+
+    def feed(self, x: Float[Tensor, "block slot d_model"]) -> Float[Tensor, "block slot d_model"]:
+        """The stream after the MLP."""
         return self.hook_resid_post(x + self.hook_mlp_out(self.mlp(self.ln2(x))))

@@ -1,0 +1,87 @@
+"""What a draft borrows from its target: embedding and head, and which of the target's tokens it may propose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from dspine_probe.config import DraftConfig
+from dspine_probe.errors import UsageError
+
+
+class Borrowed(nn.Module):
+    """The target's own matrices, kept frozen as buffers that no checkpoint stores.
+
+    With `vocabulary`, the draft predicts only these token ids (a frequency-trimmed head); scores then range over them.
+    """
+
+    training_record: Mapping[str, Any] = MappingProxyType({})
+    """Plan, budget and seed with which the draft was trained, as its checkpoint says; empty where that is not known."""
+    embedding: Tensor
+    head: Tensor
+    vocabulary: Tensor | None
+    draft_index: Tensor | None
+
+    def __init__(
+        self,
+        config: DraftConfig,
+        embedding: Float[Tensor, "vocab d_model"],
+        head: Float[Tensor, "vocab d_model"],
+        vocabulary: Int[Tensor, "draft_vocab"] | None,
+    ) -> None:
+        super().__init__()
+        _check_target(config, embedding, head, vocabulary)
+        self.config = config
+        index = _inverse(vocabulary, config.vocab_size)
+        head = head if vocabulary is None else head[vocabulary]
+        self.register_buffer("embedding", embedding.detach(), persistent=False)
+        self.register_buffer("vocabulary", vocabulary, persistent=False)
+        self.register_buffer("draft_index", index, persistent=False)
+        self.register_buffer("head", head.detach(), persistent=False)
+
+    def to_tokens(self, index: Int[Tensor, "*batch"]) -> Int[Tensor, "*batch"]:
+        """Token ids of positions in the draft's vocabulary."""
+        return index if self.vocabulary is None else self.vocabulary[index]
+
+    def to_index(self, tokens: Int[Tensor, "*batch"]) -> Int[Tensor, "*batch"]:
+        """Positions of tokens in the draft's vocabulary; −1 for a token the draft cannot propose."""
+        return tokens if self.draft_index is None else self.draft_index[tokens]
+
+
+def check_visible(visible: Tensor, shape: tuple[int, int], vocab_size: int) -> None:
+    """Refuse tokens to show in draft slots that are not −1 or the target's, or not one for each slot."""
+    if tuple(visible.shape) != shape:
+        raise UsageError(
+            f"visible tokens are {tuple(visible.shape)} but the blocks have {shape} draft slots; give each slot a "
+            "token, or −1 for the mask."
+        )
+    if visible.numel() and not -1 <= int(visible.min()) <= int(visible.max()) < vocab_size:
+        raise UsageError(f"visible tokens must be −1 or one of 0…{vocab_size - 1}.")
+
+
+def _inverse(vocabulary: Int[Tensor, "draft_vocab"] | None, vocab_size: int) -> Int[Tensor, "vocab"] | None:
+    if vocabulary is None:
+        return None
+    index = torch.full((vocab_size,), -1, device=vocabulary.device)
+    index[vocabulary] = torch.arange(len(vocabulary), device=vocabulary.device)
+    return index
+
+
+def _check_target(config: DraftConfig, embedding: Tensor, head: Tensor, vocabulary: Tensor | None) -> None:
+    expected = (config.vocab_size, config.hidden_size)
+    for name, matrix in (("embedding", embedding), ("head", head)):
+        if tuple(matrix.shape) != expected:
+            raise UsageError(
+                f"the target's {name} is {tuple(matrix.shape)} but the draft was made for {expected}; "
+                "load the target that this draft belongs to."
+            )
+    size = None if vocabulary is None else len(vocabulary)
+    if size != config.draft_vocab_size:
+        raise UsageError(
+            f"the draft's vocabulary lists {size} tokens but its config says {config.draft_vocab_size}."
+        )
