@@ -82,15 +82,15 @@ def test_killed_run_resumes_to_the_same_corpus(
 ) -> None:
     prompts = asked(40)
     whole = regenerate(target, prompts, tmp_path / "whole", **SETTINGS)
-    original, finished = continuous.Batch.take_finished, []
+    original, asked_for = continuous._Queue._finished, []
 
-    def die_later(self: continuous.Batch) -> list[tuple[int, continuous.Completion]]:
-        finished.append(1)
-        if len(finished) > 30:
+    def die_later(self: continuous._Queue, flight: continuous._Flight) -> bool:
+        asked_for.append(1)
+        if len(asked_for) > 250:
             raise KeyboardInterrupt
-        return original(self)
+        return original(self, flight)
 
-    monkeypatch.setattr(continuous.Batch, "take_finished", die_later)
+    monkeypatch.setattr(continuous._Queue, "_finished", die_later)
     with pytest.raises(KeyboardInterrupt):
         regenerate(target, prompts, tmp_path / "killed", **SETTINGS)
     monkeypatch.undo()
@@ -124,6 +124,13 @@ def test_other_settings_are_refused(target: Target, tmp_path: Path) -> None:
     regenerate(target, asked(3), tmp_path, **SETTINGS)
     with pytest.raises(UsageError, match="the same or another folder"):
         regenerate(target, asked(3), tmp_path, max_new_tokens=9, batch_size=8)
+    settings = json.loads((tmp_path / "run.json").read_text())
+    assert settings.pop("precision") == "fp32"
+    (tmp_path / "run.json").write_text(json.dumps(settings))
+    regenerate(target, asked(3), tmp_path, **SETTINGS)  # older runs did not note the precision
+    (tmp_path / "run.json").write_text(json.dumps({**settings, "precision": "bf16"}))
+    with pytest.raises(UsageError, match="'precision': 'bf16'.*'precision': 'fp32'"):
+        regenerate(target, asked(3), tmp_path, **SETTINGS)
     with pytest.raises(UsageError, match="no answers to pack"):
         pack(target, tmp_path / "nothing")
 

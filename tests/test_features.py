@@ -10,8 +10,10 @@ import torch
 from tiny import tiny_target
 
 from dspine_probe.errors import ProbeError, UsageError
+from dspine_probe.precision import recorded
+from dspine_probe.target import Target
 from dspine_probe.training.corpus import Example
-from dspine_probe.training.features import FeatureStore, build_features
+from dspine_probe.training.features import META, FeatureStore, build_features
 
 TAPS = (0, 2)
 
@@ -58,6 +60,19 @@ def test_a_killed_build_goes_on_and_ends_the_same(target, tmp_path: Path) -> Non
     for index in range(5):
         assert torch.equal(whole[index].taps, resumed[index].taps)
         assert torch.equal(whole[index].tokens, resumed[index].tokens)
+
+
+def test_the_precision_is_written_down_and_a_resumed_build_keeps_it(tmp_path: Path) -> None:
+    half = Target.from_model(tiny_target().model.bfloat16(), name="tiny-llama")
+    store = build_features(half, examples(), TAPS, tmp_path)
+    assert store.meta.precision == recorded(tmp_path / META) == "bf16"
+    with pytest.raises(UsageError, match="other .*precision"):
+        build_features(tiny_target(), examples(), TAPS, tmp_path)
+    raw = json.loads((tmp_path / META).read_text())
+    del raw["precision"]
+    (tmp_path / META).write_text(json.dumps(raw))
+    assert recorded(tmp_path / META) is None
+    assert build_features(half, examples(), TAPS, tmp_path).meta.precision is None, "an old store goes on"
 
 
 def test_a_finished_store_is_not_computed_again(target, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

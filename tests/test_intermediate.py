@@ -27,7 +27,8 @@ from dspine_probe.training.intermediate import (
     expected_codes,
     load_readouts,
 )
-from dspine_probe.training.objective import DFlashObjective, Progress, objective_for
+from dspine_probe.training.objectives.base import Progress, objective_for
+from dspine_probe.training.objectives.dflash import DFlashObjective
 from dspine_probe.training.records import VALIDATION, read_rows, trim_rows
 from dspine_probe.training.run import PLAN, DraftPlan, train_draft
 from dspine_probe.training.trainer import train
@@ -53,9 +54,7 @@ def by_hand(arm: str) -> torch.Tensor:
     draft = toy_draft("dflash")
     objective = DFlashObjective(draft)
     batch, _ = step(objective)
-    states = draft.run(
-        draft.encode_context(batch.taps), batch.anchor_tokens, batch.anchors, keep_residuals=True
-    )
+    states = draft.run(draft.encode_context(batch.taps), batch.anchor_tokens, batch.anchors)
     assert len(states.residuals) == LAYERS
     torch.testing.assert_close(draft.ln_final(states.residuals[-1]), states.hidden)
     space = TransferSpace.fit(draft.head, RANK)
@@ -99,8 +98,9 @@ def test_an_arm_adds_what_its_definition_says(arm: str) -> None:
 def test_the_weight_warms_up_and_its_cross_entropy_has_no_gradient() -> None:
     cosine = arm_of("cosine", weight=0.5, warmup_steps=10)
     ce = torch.tensor(4.0, requires_grad=True)
-    assert [float(cosine.strength(at, ce)) for at in (0, 4, 9, 500)] == pytest.approx([0.2, 1.0, 2.0, 2.0])
-    assert not cosine.strength(0, ce).requires_grad
+    warmed = [Progress(at, 2000, seeded()).warmed_up(10) for at in (0, 4, 9, 500)]
+    assert [float(cosine.strength(share, ce)) for share in warmed] == pytest.approx([0.2, 1.0, 2.0, 2.0])
+    assert not cosine.strength(1.0, ce).requires_grad
 
 
 @pytest.mark.parametrize("arm", SUPERVISED)
@@ -108,9 +108,7 @@ def test_intermediate_layers_get_a_gradient_and_so_do_the_readouts(arm: str) -> 
     """The last layer's own weights must feel nothing of it."""
     draft, module = toy_draft("dflash"), arm_of(arm)
     batch, _ = step(DFlashObjective(draft))
-    states = draft.run(
-        draft.encode_context(batch.taps), batch.anchor_tokens, batch.anchors, keep_residuals=True
-    )
+    states = draft.run(draft.encode_context(batch.taps), batch.anchor_tokens, batch.anchors)
     module(draft, states.residuals, batch, batch.tokens[:, 1:], batch.weight).sum().backward()
     touched = [
         any(bool((p.grad != 0).any()) for p in b.parameters() if p.grad is not None) for b in draft.blocks
@@ -255,5 +253,5 @@ def test_refusals() -> None:
         Intermediate(Supervision("cosine", rank=4), torch.randn(VOCAB, D_MODEL), 1)
     with pytest.raises(UsageError, match="has no losses"):
         Intermediate(Supervision("none"), torch.randn(VOCAB, D_MODEL), 3)
-    with pytest.raises(UsageError, match="dspine aligns its layers already"):
+    with pytest.raises(UsageError, match="is for dflash, not for dspine"):
         objective_for(toy_draft("dspine"), arm_of("cosine"))

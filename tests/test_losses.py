@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 from toy import seeded
 
+from dspine_probe.errors import UsageError
 from dspine_probe.training import losses
 from dspine_probe.training.losses import alignment_loss, candidate_loss, head_loss
 
@@ -71,3 +72,18 @@ def test_alignment_is_zero_on_the_codes_and_two_on_their_negatives() -> None:
     weight = torch.full((2, 3), 1 / 6)
     assert alignment_loss((padded, padded * 4), codes, weight).abs() < 1e-6
     torch.testing.assert_close(alignment_loss((-padded,), codes, weight), torch.tensor(2.0))
+
+
+def test_a_tie_is_a_hit_only_where_the_draft_would_propose_the_label() -> None:
+    """In bf16 the scores of several tokens often share the maximum."""
+    head = torch.eye(4, dtype=torch.bfloat16)
+    hidden = torch.tensor([[1.0, 1.0, 0.0, 0.0]] * 2, dtype=torch.bfloat16)
+    result = head_loss(hidden, head, torch.tensor([0, 1]), torch.ones(2))
+    proposed = (hidden @ head.T).argmax(-1)
+    assert result.correct.tolist() == (proposed == torch.tensor([0, 1])).tolist()
+    assert result.correct.sum() == 1
+
+
+def test_l1_without_a_teacher_is_refused() -> None:
+    with pytest.raises(UsageError, match="needs the target's states"):
+        head_loss(torch.ones(1, 4), torch.eye(4), torch.tensor([0]), torch.ones(1), l1_weight=0.5)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from toy import BLOCK, VOCAB, seeded, toy_draft, toy_sequence, toy_store
 
-from dspine_probe.config import DSpineConfig
+from dspine_probe.drafts.injection import DSpineConfig
 from dspine_probe.errors import ProbeError, UsageError
 from dspine_probe.training.anchors import (
     make_batch,
@@ -18,15 +20,11 @@ from dspine_probe.training.anchors import (
     valid_anchors,
     visiting_order,
 )
-from dspine_probe.training.objective import (
-    DFlashObjective,
-    DSpineObjective,
-    Progress,
-    objective_for,
-    replacement_probability,
-    supervised,
-)
+from dspine_probe.training.objectives.base import Progress, objective_for, supervised
+from dspine_probe.training.objectives.dflash import DFlashObjective
+from dspine_probe.training.objectives.dspine import DSpineObjective, replacement_probability
 from dspine_probe.training.optimization import TrainConfig, learning_rate
+from dspine_probe.training.state import LOCK, locked
 from dspine_probe.training.trainer import train
 
 CONFIG = TrainConfig(
@@ -108,7 +106,9 @@ def test_labels_do_not_reach_the_draft_without_replacement() -> None:
 
 def test_the_replacement_curriculum_holds_then_fades() -> None:
     spine = DSpineConfig()
-    chances = [replacement_probability(spine, step, 600) for step in (0, 100, 150, 200, 599)]
+    chances = [
+        replacement_probability(spine, Progress(step, 600, seeded())) for step in (0, 100, 150, 200, 599)
+    ]
     assert chances == pytest.approx([0.5, 0.5, 0.25, 0.0, 0.0])
 
 
@@ -158,6 +158,19 @@ def test_a_killed_run_resumes_to_the_bit(kind: str, optimizer: str, tmp_path: Pa
     assert [int(row.split(",")[0]) for row in rows[1:]] == list(range(1, 21))
 
 
+@pytest.mark.parametrize("kind", ["dflash", "dspine"])
+def test_runs_of_either_precision_follow_each_other_in_one_process(kind: str, tmp_path: Path) -> None:
+    found = []
+    for precision in ("no", "bf16", "no"):
+        draft = toy_draft(kind)
+        config = dataclasses.replace(CONFIG, mixed_precision=precision)
+        train(draft, toy_store(), config, tmp_path / str(len(found)), stop_after=2)
+        found.append(draft.fc.weight)
+    assert torch.equal(found[0], found[2])
+    assert not torch.equal(found[0], found[1])
+    torch.testing.assert_close(found[0], found[1], atol=3e-2, rtol=0.1)
+
+
 def test_training_learns_a_repeated_token(tmp_path: Path) -> None:
     """On text that says one token over and over the loss must collapse."""
     store = toy_store()
@@ -169,11 +182,79 @@ def test_training_learns_a_repeated_token(tmp_path: Path) -> None:
 
 
 def test_learning_rate_warms_up_and_falls_to_zero() -> None:
-    config = dataclasses.replace(CONFIG, lr=1.0, warmup=0.1)
-    rates = [learning_rate(config, step, 100) for step in range(100)]
+    config = dataclasses.replace(CONFIG, blocks=600, lr=1.0, warmup=0.1)
+    rates = [learning_rate(config, step) for step in range(100)]
     assert rates[0] == pytest.approx(0.1)
     assert max(rates) == rates[9] == pytest.approx(1.0)
     assert rates[-1] < 1e-3
+
+
+def test_the_rate_may_be_lowered_on_resume_and_is_recorded(tmp_path: Path) -> None:
+    draft, lowered, reports = toy_draft("dflash"), dataclasses.replace(CONFIG, lr=5e-3), []
+    train(draft, toy_store(), CONFIG, tmp_path, stop_after=8)
+    state = train(toy_draft("dflash"), toy_store(), lowered, tmp_path, on_log=reports.append)
+    assert [r.lr for r in reports] == pytest.approx([learning_rate(lowered, step) for step in range(8, 20)])
+    assert state.rates == [(0, 1e-2), (8, 5e-3)]
+    kept = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert kept["rates"] == state.rates
+    assert kept["config"]["lr"] == 5e-3
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_a_step_that_is_not_finite_is_not_taken(where: str, tmp_path: Path) -> None:
+    """The draft keeps the weights of the step before, and so does what is on disk."""
+
+    class Broken(DFlashObjective):
+        def forward(self, batch, progress):  # type: ignore[no-untyped-def]
+            outcome = super().forward(batch, progress)
+            if progress.step < 5:
+                return outcome
+            bad = outcome.loss * torch.nan
+            if where == "gradient":
+                bad = outcome.loss + (self.draft.fc.weight * 1e-30).square().sum().sqrt() * 0
+            return dataclasses.replace(outcome, loss=bad)
+
+    good, draft = toy_draft("dflash"), toy_draft("dflash")
+    train(good, toy_store(), CONFIG, tmp_path / "good", stop_after=5)
+    with pytest.raises(ProbeError, match=r"at step 5, which was not taken; run .* with a lower --lr"):
+        train(draft, toy_store(), CONFIG, tmp_path / "run", objective=Broken(draft))
+    assert all(torch.equal(v, draft.state_dict()[name]) for name, v in good.state_dict().items())
+    train(toy_draft("dflash"), toy_store(), dataclasses.replace(CONFIG, lr=1e-3), tmp_path / "run")
+
+
+def test_anchors_and_replacement_draw_from_streams_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen: list[torch.Tensor] = []
+
+    def watch(self: DFlashObjective, batch, progress):  # type: ignore[no-untyped-def]
+        seen.append(torch.rand(8, generator=progress.generator))
+        return real(self, batch, progress)
+
+    real = DFlashObjective.forward
+    monkeypatch.setattr(DFlashObjective, "forward", watch)
+    train(toy_draft("dflash"), toy_store(), CONFIG, tmp_path, stop_after=3)
+    of_anchors = [torch.rand(8, generator=seeded(CONFIG.seed * 1_000_003 + number)) for number in range(3)]
+    for drawn, anchors in zip(seen, of_anchors, strict=True):
+        assert not torch.equal(drawn, anchors)
+    assert len({tuple(drawn.tolist()) for drawn in seen}) == 3
+
+
+def test_a_folder_in_use_is_refused_and_a_dead_lock_is_not(tmp_path: Path) -> None:
+    (tmp_path / LOCK).write_text("99999999\n")
+    train(toy_draft("dflash"), toy_store(), CONFIG, tmp_path, stop_after=1)
+    with locked(tmp_path), pytest.raises(UsageError, match=f"in use by process {os.getpid()}; wait for it"):
+        train(toy_draft("dflash"), toy_store(), CONFIG, tmp_path)
+    train(toy_draft("dflash"), toy_store(), CONFIG, tmp_path, stop_after=2)
+
+
+@pytest.mark.parametrize("mode", [lambda: torch.set_grad_enabled(False), torch.inference_mode])
+def test_training_does_not_mind_the_mode_that_others_set(mode: Any, tmp_path: Path) -> None:
+    draft, plain = toy_draft("dspine"), toy_draft("dspine")
+    with mode():
+        train(draft, toy_store(), CONFIG, tmp_path / "a", held_out=[0], stop_after=2)
+    train(plain, toy_store(), CONFIG, tmp_path / "b", held_out=[0], stop_after=2)
+    assert all(torch.equal(v, draft.state_dict()[name]) for name, v in plain.state_dict().items())
 
 
 def test_refusals(tmp_path: Path) -> None:
@@ -184,8 +265,8 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="do not fill one batch"):
         train(toy_draft("dflash"), toy_store((9,)), CONFIG, tmp_path / "few")
     train(toy_draft("dflash"), toy_store(), CONFIG, tmp_path / "run", stop_after=1)
-    with pytest.raises(UsageError, match=r"other settings \(lr\)"):
-        train(toy_draft("dflash"), toy_store(), dataclasses.replace(CONFIG, lr=1.0), tmp_path / "run")
+    with pytest.raises(UsageError, match=r"other settings \(gamma\)"):
+        train(toy_draft("dflash"), toy_store(), dataclasses.replace(CONFIG, gamma=1.0), tmp_path / "run")
     (tmp_path / "run" / "state.pt").write_bytes(b"half")
     with pytest.raises(ProbeError, match="delete it to start over"):
         train(toy_draft("dflash"), toy_store(), CONFIG, tmp_path / "run")

@@ -46,16 +46,22 @@ class StepBatches:
             )
 
     def steps(self, first: int, last: int) -> Iterator[tuple[int, list[Batch]]]:
+        """Steps first…last − 1 with their micro-batches."""
         with ThreadPoolExecutor(1) as pool:
             ahead = pool.submit(self.at, first)
             for step in range(first, last):
                 batches, ahead = ahead.result(), pool.submit(self.at, min(step + 1, last - 1))
                 yield step, batches
 
+    def numbers(self, step: int) -> range:
+        """Which micro-batches of the whole run, over all processes, this one computes at `step`."""
+        accumulate = self.config.accumulate
+        start = (step * self.processes + self.rank) * accumulate
+        return range(start, start + accumulate)
+
     def at(self, step: int) -> list[Batch]:
-        per_step = self.config.accumulate * self.processes
-        start = step * per_step + self.rank * self.config.accumulate
-        return [self._micro(number) for number in range(start, start + self.config.accumulate)]
+        """The micro-batches of `step` on this process."""
+        return [self._micro(number) for number in self.numbers(step)]
 
     def _micro(self, number: int) -> Batch:
         config = self.config

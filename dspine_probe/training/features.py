@@ -7,10 +7,12 @@ first unfinished batch. Entry points: `build_features`, `FeatureStore.open`.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +22,12 @@ from torch import Tensor
 
 from dspine_probe.errors import ProbeError, UsageError
 from dspine_probe.files import write_atomically
+from dspine_probe.precision import name_of
 from dspine_probe.target import Target
 from dspine_probe.training.corpus import Example
 
 BATCH_TOKENS = 2048  # padded tokens of one pass; larger ones leave the cache of a CPU
-_META, _PROGRESS = "meta.json", "progress.json"
+META, _PROGRESS = "meta.json", "progress.json"
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,10 @@ class Sequence:
 
 @dataclass(frozen=True)
 class FeatureMeta:
-    """Description of a store: whose states, which taps, how many sequences, and how they are cut into passes."""
+    """Description of a store: whose states, which taps, how many sequences, how they are cut into passes.
+
+    `precision` is what the target computed in ("fp32" or "bf16"); stores made before it was noted have None.
+    """
 
     target: str
     taps: tuple[int, ...]
@@ -52,6 +58,7 @@ class FeatureMeta:
     lengths: tuple[int, ...]
     prompt_lengths: tuple[int, ...]
     batch_tokens: int = BATCH_TOKENS
+    precision: str | None = None
 
     @property
     def tokens(self) -> int:
@@ -84,6 +91,15 @@ class FeatureStore:
 
     def __len__(self) -> int:
         return len(self.meta.lengths)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of what the store holds: whose states, and every token and some states of every sequence."""
+        digest = hashlib.sha256(json.dumps(asdict(self.meta)).encode())
+        for tokens, taps, _ in self._arrays:
+            digest.update(tokens.numpy().tobytes())
+            digest.update(taps[:: max(1, len(taps) // 64)].float().numpy().tobytes())
+        return digest.hexdigest()[:16]
 
     def __getitem__(self, index: int) -> Sequence:
         part, rows = self._places[index]
@@ -133,6 +149,7 @@ def build_features(
         tuple(len(e.prompt_ids) + len(e.response_ids) for e in examples),
         tuple(len(e.prompt_ids) for e in examples),
         batch_tokens,
+        name_of(target.dtype),
     )
     if not meta.lengths:
         raise UsageError("There are no examples to compute features for; generate a corpus first.")
@@ -186,10 +203,10 @@ def _batches(lengths: Seq[int], batch_tokens: int) -> list[list[int]]:
 
 def _start_or_resume(folder: Path, meta: FeatureMeta) -> int | None:
     """Number of batches already there, or None when the store is complete."""
-    if (folder / _META).exists():
-        if _read_meta(folder) != meta:
+    if (folder / META).exists():
+        if _read_meta(folder) not in (meta, replace(meta, precision=None)):
             raise UsageError(
-                f"{folder} holds features of other examples, taps, target or batches; choose another folder."
+                f"{folder} holds features of other examples, taps, target, precision or batches; choose another folder."
             )
         return _batches_done(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -197,7 +214,7 @@ def _start_or_resume(folder: Path, meta: FeatureMeta) -> int | None:
         with open(folder / name, "wb") as file:
             file.truncate(meta.tokens * width * torch.empty((), dtype=dtype).element_size())
     write_atomically(folder / _PROGRESS, _json({"batches": 0}))
-    write_atomically(folder / _META, _json(asdict(meta)))
+    write_atomically(folder / META, _json(asdict(meta)))
     return 0
 
 
@@ -226,7 +243,7 @@ def _open_arrays(folder: Path, meta: FeatureMeta, mode: str) -> tuple[Tensor, Te
 
 def _read_meta(folder: Path) -> FeatureMeta:
     try:
-        raw = json.loads((folder / _META).read_text())
+        raw = json.loads((folder / META).read_text())
     except FileNotFoundError:
         raise UsageError(f"{folder} holds no features; build them with `dspine-probe features`.") from None
     lists = {name: tuple(raw[name]) for name in ("taps", "ids", "lengths", "prompt_lengths")}

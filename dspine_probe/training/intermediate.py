@@ -1,4 +1,4 @@
-"""Supervision of a draft's intermediate layers: what else the layers before the last may be asked to say.
+"""Supervision of a draft's intermediate layers: targets for the layers before the last.
 
 The arms of the supervision ablation (arXiv 2609.36173, token cross-entropy against cosine on codes). Each reads the
 residual stream after layers 1…L−1, raw and after no norm; layer L has the draft's own cross-entropy. Code arms read it
@@ -31,7 +31,7 @@ _CHUNK = 256
 
 @dataclass(frozen=True)
 class Supervision:
-    """One arm: what intermediate layers are asked for, and how strongly.
+    """One arm: the loss on intermediate layers, and its weight.
 
     `cosine`: 1 − cos(R_l h_l, e_label). `expected-code`: the same with Σ_v p^t(v) e_v, over the draft's vocabulary, in
     place of the label's code. `code-mse`: mean squared error per coordinate against √r · e_label. `cosine-unwhitened`:
@@ -100,9 +100,12 @@ class Intermediate(nn.Module):
             losses = [(weight * self._code_loss(readout, h, codes)).sum() for readout, h in pairs]
         return torch.stack(losses)
 
-    def strength(self, step: int, mean_ce: Float[Tensor, ""]) -> Float[Tensor, ""]:
-        """Factor of the sum over layers at `step`; code arms fade with the mean cross-entropy, which is detached."""
-        now = self.supervision.weight * min((step + 1) / max(self.supervision.warmup_steps, 1), 1.0)
+    def strength(self, warmed: float, mean_ce: Float[Tensor, ""]) -> Float[Tensor, ""]:
+        """Factor of the sum over layers; code arms fade with the mean cross-entropy, which is detached.
+
+        `warmed` is the share of the warm-up that is done, 0…1.
+        """
+        now = self.supervision.weight * warmed
         if self.supervision.arm == TOKEN_CE:
             return torch.full_like(mean_ce, now / self.layers)
         return now * mean_ce.detach()

@@ -14,6 +14,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
+from dspine_probe.errors import UsageError
+
 _CHUNK = 256
 
 
@@ -43,7 +45,12 @@ def head_loss(
 
     Labels index the draft's vocabulary; −1 marks a token outside it, whose row must have weight 0. `teacher` holds the
     target's final states; p^t is its softmax over the same vocabulary.
+
+    Raises:
+        UsageError: an L1 distance is asked for without a teacher.
     """
+    if teacher is None and l1_weight:
+        raise UsageError("the L1 distance needs the target's states; give teacher, or l1_weight=0.")
     loss, ce, correct, candidates, mass = _ChunkedHead.apply(
         hidden, head, labels, weight, teacher, ce_weight, l1_weight, top_k
     )
@@ -66,9 +73,8 @@ class _ChunkedHead(torch.autograd.Function):
             logits = hidden[part] @ matrix.T
             probability = logits.softmax(dim=-1, dtype=torch.float32)
             label, w = labels[part].clamp(min=0)[:, None], weight[part][:, None]
-            correct[part] = (logits.gather(-1, label) >= logits.amax(-1, keepdim=True))[:, 0] & (
-                labels[part] >= 0
-            )
+            # As the draft chooses: in bf16 several scores may share the maximum, and only one of them is proposed.
+            correct[part] = logits.argmax(-1) == labels[part]
             if top_k:
                 candidates[part] = logits.topk(top_k, dim=-1).indices
             ce = -(w * probability.gather(-1, label).clamp(min=1e-30).log()).sum()

@@ -8,12 +8,11 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from dspine_probe.config import DFLASH, DSPINE, DraftConfig, DSpineConfig, default_taps
-from dspine_probe.drafts import DFlash, Draft, DSpine
+from dspine_probe.config import ConfigPart, DraftConfig, default_taps
+from dspine_probe.drafts import Draft
+from dspine_probe.drafts.registry import kind_named
 from dspine_probe.errors import UsageError
 from dspine_probe.target import Target, choose_mask_token
-
-KINDS = {"dflash": DFLASH, "dspine": DSPINE}
 
 
 def new_draft(
@@ -24,22 +23,20 @@ def new_draft(
     block_size: int = 8,
     taps: tuple[int, ...] | None = None,
     vocabulary: Int[Tensor, "draft_vocab"] | None = None,
-    spine: DSpineConfig | None = None,
+    part: ConfigPart | None = None,
     mask_token_id: int | None = None,
     causal: bool | None = None,
 ) -> Draft:
     """An untrained draft of the target's own layer geometry.
 
-    `kind` is "dflash" (bidirectional unless `causal`) or "dspine" (always causal). `spine` defaults to a third of the
-    hidden size as transfer rank and two ninths as message, the embedded default's 192 and 128.
+    `kind` is a name from `drafts.registry`: "dflash" (bidirectional unless `causal`), "dspine" (always causal). `part`
+    is the kind's own part of the config, by default what suits the target's width.
     """
-    if kind not in KINDS:
-        raise UsageError(f"draft kind {kind!r} is unknown; use one of {', '.join(KINDS)}.")
-    is_spine = kind == "dspine"
-    if is_spine and spine is None:
-        spine = DSpineConfig(transfer_rank=target.hidden_size // 3, message_size=target.hidden_size * 2 // 9)
+    made = kind_named(kind)
+    if made.part is not None and part is None:
+        part = made.part.for_target(target.hidden_size)
     config = DraftConfig(
-        architecture=KINDS[kind],
+        architecture=made.architecture,
         hidden_size=target.hidden_size,
         intermediate_size=target.intermediate_size,
         num_hidden_layers=layers,
@@ -51,15 +48,16 @@ def new_draft(
         mask_token_id=choose_mask_token(target) if mask_token_id is None else mask_token_id,
         target_layer_ids=taps or default_taps(target.num_layers),
         num_target_layers=target.num_layers,
-        is_causal=is_spine if causal is None else causal,
+        is_causal=made.causal if causal is None else causal,
         rms_norm_eps=target.rms_norm_eps,
         rope_theta=target.rope_theta,
         max_position_embeddings=target.max_positions,
         draft_vocab_size=None if vocabulary is None else len(vocabulary),
         target_name=target.name,
-        dspine=spine if is_spine else None,
+        part=part,
     )
-    return (DSpine if is_spine else DFlash)(config, target.embedding, target.head, vocabulary=vocabulary)
+    draft: Draft = made.draft(config, target.embedding, target.head, vocabulary=vocabulary)
+    return draft
 
 
 def frequent_tokens(

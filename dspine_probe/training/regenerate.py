@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dspine_probe.decoding.batch import generate_greedy
-from dspine_probe.decoding.continuous import Completion
+from dspine_probe.decoding.continuous import Completion, generate_greedy
 from dspine_probe.errors import UsageError
 from dspine_probe.files import write_atomically
-from dspine_probe.prompts import Prompt
+from dspine_probe.precision import name_of
+from dspine_probe.prompts import Prompt, encode_prompt
 from dspine_probe.target import Target
 from dspine_probe.training.corpus import Corpus, Example
 from dspine_probe.training.filters import ResponseFilter, is_looping
@@ -67,7 +67,8 @@ def encode_prompts(
     encoded = {}
     for prompt in prompts:
         boxed = prompt.set.startswith("math") and _fraction(prompt.id) < boxed_share
-        encoded[prompt.id] = tuple(target.encode_chat(prompt.text + BOXED if boxed else prompt.text))
+        text = prompt.text + BOXED if boxed else prompt.text
+        encoded[prompt.id] = tuple(encode_prompt(target.encode_chat, prompt, text))
     return encoded
 
 
@@ -125,7 +126,8 @@ def answer(
     worker: Worker,
 ) -> int:
     """As `regenerate` for one worker's own prompts and budget, without packing; returns the response tokens kept."""
-    _claim(folder, {"target": target.name, "max_new_tokens": max_new_tokens})
+    settings = {"target": target.name, "max_new_tokens": max_new_tokens, "precision": name_of(target.dtype)}
+    _claim(folder, settings)
     path = folder / f"work-{worker.index}.jsonl"
     judge = ResponseFilter(target.stop_ids)
     answered: set[str] = set()
@@ -199,7 +201,7 @@ def _claim(folder: Path, settings: dict[str, object]) -> None:
         write_atomically(path, lambda part: part.write_text(json.dumps(settings)))
         return
     found = json.loads(path.read_text())
-    if found != settings:
+    if {"precision": settings["precision"]} | found != settings:  # older runs did not note it
         raise UsageError(
             f"{folder} holds answers made with {found}, and this run has {settings}; use the same or another folder"
         )

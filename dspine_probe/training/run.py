@@ -1,7 +1,7 @@
 """A training run from corpora to a checkpoint, as the command line performs it.
 
-`collect` joins packed corpora, `cache_features` computes the target's states for them, `train_draft` makes a draft of
-a kind, warm-starts it, trains it and writes the checkpoint with its card.
+`collect` joins packed corpora (`features.build_features` computes the target's states for them), `train_draft` makes a
+draft of a kind, warm-starts it, trains it and writes the checkpoint with its card.
 """
 
 from __future__ import annotations
@@ -14,24 +14,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 
 from dspine_probe import __version__
 from dspine_probe.drafts import Draft
-from dspine_probe.drafts.checkpoint import WEIGHTS, load_draft, save_draft, shipped_checkpoints
+from dspine_probe.drafts.checkpoint import load_draft, locate, save_draft, weights_digest
 from dspine_probe.errors import UsageError
-from dspine_probe.files import sha256_of, write_atomically
+from dspine_probe.files import write_atomically
 from dspine_probe.target import Target
 from dspine_probe.training.corpus import Corpus, Example
-from dspine_probe.training.features import FeatureStore, build_features
+from dspine_probe.training.features import FeatureStore
 from dspine_probe.training.intermediate import NONE, Intermediate, Supervision
-from dspine_probe.training.objective import objective_for
+from dspine_probe.training.objectives.base import objective_for
 from dspine_probe.training.optimization import TrainConfig
-from dspine_probe.training.recipes import KINDS, frequent_tokens, new_draft
+from dspine_probe.training.recipes import frequent_tokens, new_draft
+from dspine_probe.training.state import STATE, kept_state
 from dspine_probe.training.trainer import StepReport, train
 from dspine_probe.training.validation import Validation, split, validate
 from dspine_probe.training.warmstart import warm_start
 
 PLAN = "plan.json"
+DECAY_SHARE = 0.2
+"""Share of a budget over which a run under the schedule wsd decays."""
 _WARM_SAMPLE = 8
 _QUICK_CHECK = 48  # held-out sequences tried while training; the card uses all of them
 
@@ -62,7 +66,7 @@ class DraftPlan:
 
 @dataclass(frozen=True)
 class Reports:
-    """Who is told about a run: every logged step, and every validation."""
+    """Callbacks of a run: for every logged step, and for every validation."""
 
     on_log: Callable[[StepReport], None] | None = None
     on_validation: Callable[[int, Validation], None] | None = None
@@ -76,18 +80,7 @@ def collect(folders: Sequence[Path], prompts: Mapping[str, Sequence[int]] | None
     return examples
 
 
-def cache_features(
-    target: Target,
-    examples: Sequence[Example],
-    folder: Path,
-    *,
-    taps: Sequence[int],
-    on_batch: Callable[[int, int], None] | None = None,
-) -> FeatureStore:
-    """The target's states for every example, built or resumed in `folder`."""
-    return build_features(target, examples, taps, folder, on_batch=on_batch)
-
-
+@torch.inference_mode(False)
 def train_draft(
     plan: DraftPlan,
     target: Target,
@@ -97,17 +90,32 @@ def train_draft(
     output: Path,
     *,
     reports: Reports = Reports(),
+    decay_from: Path | None = None,
 ) -> Draft:
-    """Train a new draft on `store`, or resume the run in `work`, and write its checkpoint to `output`."""
+    """Train a new draft on `store`, or resume the run in `work`, and write its checkpoint to `output`.
+
+    With `decay_from`, the folder of a stable run or one of its states, the last fifth of the budget decays from there.
+    """
+    origin = None
+    if decay_from is not None:
+        begin = round(config.blocks * (1 - DECAY_SHARE))
+        config = replace(config, decay_from=begin)
+        origin = None if (work / STATE).exists() else kept_state(decay_from, begin)
+    process = PartialState(cpu=target.device.type == "cpu")
     train_on, held_out = split(store.meta.ids)
     if plan.init is None:
         draft = _start(plan, target, store, train_on, config.seed)
     else:
         plan, draft = _continue(plan, target, store)
-    _check_plan(plan, work)
+    settings = plan.settings() | {"precision": config.precision.used}
+    for run in (work, origin.parent) if origin is not None else (work,):
+        _check_plan(settings, run)
+    if process.is_main_process:
+        work.mkdir(parents=True, exist_ok=True)
+        write_atomically(work / PLAN, lambda to: to.write_text(json.dumps(settings, indent=2) + "\n"))
     objective = objective_for(draft, _intermediate(plan, target))
     began = time.monotonic()
-    train(
+    state = train(
         draft,
         store,
         config,
@@ -117,9 +125,15 @@ def train_draft(
         objective=objective,
         on_log=reports.on_log,
         on_validation=reports.on_validation,
+        origin=origin,
     )
-    final = validate(draft, store, held_out)
-    save_draft(draft, output, card=_card(plan, target, store, config, final, time.monotonic() - began))
+    if process.is_main_process:
+        final = validate(draft, store, held_out, precision=config.precision)
+        rates = ", ".join(f"{rate:g} from step {step}" for step, rate in state.rates)
+        settings = settings | asdict(config) | {"lr": rates if len(state.rates) > 1 else config.lr}
+        draft.training_record = settings | {"features": store.fingerprint}
+        save_draft(draft, output, card=_card(settings, target, store, final, time.monotonic() - began))
+    process.wait_for_everyone()
     return draft
 
 
@@ -153,14 +167,13 @@ def _continue(plan: DraftPlan, target: Target, store: FeatureStore) -> tuple[Dra
     assert plan.init is not None
     draft = load_draft(plan.init, target, dtype=torch.float32)
     config = draft.config
-    if config.architecture != KINDS.get(plan.kind):
+    if draft.kind.name != plan.kind:
         raise UsageError(f"{plan.init} holds a {config.architecture}, not a {plan.kind}; name its own kind.")
     if config.target_layer_ids != store.meta.taps:
         raise UsageError(
             f"{plan.init} reads taps {list(config.target_layer_ids)} but the features hold {list(store.meta.taps)}; "
             "build features with its taps."
         )
-    weights = shipped_checkpoints().get(plan.init, Path(plan.init)) / WEIGHTS
     made = replace(
         plan,
         layers=config.num_hidden_layers,
@@ -169,7 +182,7 @@ def _continue(plan: DraftPlan, target: Target, store: FeatureStore) -> tuple[Dra
         warm=False,
         mask_token_id=config.mask_token_id,
         causal=config.is_causal,
-        init=f"{Path(plan.init).name}, sha256 of the weights {sha256_of(weights)[:16]}",
+        init=f"{Path(plan.init).name}, sha256 of the weights {weights_digest(locate(plan.init))[:16]}",
     )
     return made, draft
 
@@ -180,34 +193,23 @@ def _intermediate(plan: DraftPlan, target: Target) -> Intermediate | None:
     return Intermediate(plan.supervision, target.head, plan.layers).to(target.device)
 
 
-def _check_plan(plan: DraftPlan, work: Path) -> None:
-    """Note the plan beside the run's state; a resumed run must have the same."""
-    path, now = work / PLAN, plan.settings()
-    if path.exists():
-        before = json.loads(path.read_text())
-        changed = [name for name, value in now.items() if before.get(name, value) != value]
-        if changed:
-            raise UsageError(
-                f"{work} was begun with another plan ({', '.join(changed)}); choose another output folder."
-            )
-    work.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, lambda to: to.write_text(json.dumps(now, indent=2) + "\n"))
+def _check_plan(now: Mapping[str, Any], run: Path) -> None:
+    """Refuse to continue a run with another plan than its own."""
+    before = json.loads((run / PLAN).read_text()) if (run / PLAN).exists() else {}
+    changed = [name for name, value in now.items() if before.get(name, value) != value]
+    if changed:
+        raise UsageError(
+            f"{run} was begun with another plan ({', '.join(changed)}); choose another output folder."
+        )
 
 
 def _card(
-    plan: DraftPlan,
-    target: Target,
-    store: FeatureStore,
-    config: TrainConfig,
-    final: Validation,
-    seconds: float,
+    settings: Mapping[str, Any], target: Target, store: FeatureStore, final: Validation, seconds: float
 ) -> str:
     responses = store.meta.tokens - sum(store.meta.prompt_lengths)
     survival = " ".join(f"{share:.3f}" for share in final.survival)
-    settings = "\n".join(
-        f"| {name} | {value} |" for name, value in (plan.settings() | asdict(config)).items()
-    )
-    return f"""# {plan.kind} for {target.name}
+    table = "\n".join(f"| {name} | {value} |" for name, value in settings.items())
+    return f"""# {settings["kind"]} for {target.name}
 
 A block-parallel draft for speculative decoding, trained by dspine_probe {__version__} on the target's own greedy
 answers: {len(store):,} sequences, {responses:,} response tokens, taps {list(store.meta.taps)}. The last call of the
@@ -218,5 +220,5 @@ by slot {survival}. (Acceptance lengths by set: `dspine-probe evaluate`.)
 
 | setting | value |
 |---|---|
-{settings}
+{table}
 """

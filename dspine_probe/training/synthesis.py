@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from dspine_probe.decoding.batch import generate_sampled
-from dspine_probe.decoding.continuous import Completion
+from dspine_probe.decoding.continuous import Completion, generate_sampled
 from dspine_probe.errors import ProbeError, UsageError
 from dspine_probe.files import write_atomically
 from dspine_probe.target import Target

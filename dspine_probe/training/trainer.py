@@ -1,7 +1,8 @@
-"""The training loop: steps of many blocks, cosine schedule, exact resume, metrics on file.
+"""The training loop: steps of many blocks, a schedule, exact resume, metrics on file.
 
-Runs alone or under `accelerate launch`; every process takes its own batches of a step, and weights are normalised
-over all of them. A step is a pure function of (seed, step), so a killed run continues as if it had not been.
+Runs alone or under `accelerate launch`; every process takes its own batches of a step, weights are normalised over all
+of them, and the main process alone validates and writes. A step is a pure function of (seed, step), so a killed run
+continues as if it had not been.
 """
 
 from __future__ import annotations
@@ -9,23 +10,26 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
+from transformer_lens.utilities.statistics import derive_generator
 
 from dspine_probe.drafts import Draft
-from dspine_probe.errors import ProbeError
+from dspine_probe.errors import ProbeError, UsageError
+from dspine_probe.precision import FP32
 from dspine_probe.training.anchors import Batch
 from dspine_probe.training.batches import StepBatches
 from dspine_probe.training.features import FeatureStore
-from dspine_probe.training.objective import Objective, Progress, objective_for
-from dspine_probe.training.optimization import TrainConfig, make_optimizers, set_learning_rate
-from dspine_probe.training.records import METRICS, VALIDATION, append_row
-from dspine_probe.training.state import beside_draft, resume, save_state
+from dspine_probe.training.objectives.base import Objective, Progress, objective_for
+from dspine_probe.training.optimization import TrainConfig, learning_rate, make_optimizers, set_learning_rate
+from dspine_probe.training.records import METRICS, VALIDATION, append_row, trim_rows
+from dspine_probe.training.state import RunState, auxiliary_parameters, locked
 from dspine_probe.training.validation import Validation, validate
 
 
@@ -45,6 +49,8 @@ class StepReport:
     parts: dict[str, float]
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def train(
     draft: Draft,
     store: FeatureStore,
@@ -57,52 +63,83 @@ def train(
     on_log: Callable[[StepReport], None] | None = None,
     on_validation: Callable[[int, Validation], None] | None = None,
     stop_after: int | None = None,
-) -> Draft:
+    origin: Path | None = None,
+) -> RunState:
     """Train `draft` in place on sequences `indices` of `store`, keeping state in `folder`; resumes what it finds there.
 
-    Whenever state is saved, the draft is tried on the `held_out` sequences, `validation.csv` notes the outcome and
-    `on_validation` hears of it. `stop_after` ends this call early at that step, leaving a state to resume from (the
-    schedule is unchanged).
+    Whenever state is saved, the draft is tried on the `held_out` sequences, the outcome goes to `validation.csv` and
+    to `on_validation`. `stop_after` ends this call early at that step, leaving a state to resume from (the
+    schedule is unchanged). `origin` is the state of another run that a decay begins with. Only the main process writes.
+
+    Raises:
+        UsageError: the folder is in use, or belongs to other settings.
+        ProbeError: the loss or its gradient is not finite; the draft is left as it was before that step.
     """
-    accelerator = Accelerator(mixed_precision=config.mixed_precision, cpu=draft.head.device.type == "cpu")
+    # Its own mixed precision is fixed for the whole process by the first run, so ours is used.
+    accelerator = Accelerator(mixed_precision="no", cpu=draft.head.device.type == "cpu")
+    main, processes = accelerator.is_main_process, accelerator.num_processes
     objective = objective or objective_for(draft)
     optimizers = make_optimizers(objective, config)
-    total = config.steps(accelerator.num_processes)
-    folder.mkdir(parents=True, exist_ok=True)
-    first = resume(folder, config, objective, optimizers)
-    prepared = accelerator.prepare(objective, *optimizers)
-    model, optimizers = prepared[0], list(prepared[1:])
-    last = min(total, stop_after or total)
-    source = StepBatches(
-        store,
-        indices,
-        config,
-        draft.config.block_size,
-        rank=accelerator.process_index,
-        processes=accelerator.num_processes,
-    )
-    clock = _Clock()
-    for step, batches in source.steps(first, last):
-        set_learning_rate(optimizers, config, step, total)
-        report = _step(accelerator, model, optimizers, batches, config, step, total)
-        done = step + 1
-        blocks = done * config.sequences * config.anchors * config.accumulate * accelerator.num_processes
-        if done % config.log_every == 0 or done == last:
-            rate = clock.rate(blocks * draft.config.num_slots)
-            report = replace(report, blocks=blocks, slots_per_second=rate)
-            if accelerator.is_main_process:
+    state = RunState(folder, config, objective, optimizers)
+    with ExitStack() as stack:
+        with _together(accelerator):
+            source = StepBatches(
+                store,
+                indices,
+                config,
+                draft.config.block_size,
+                rank=accelerator.process_index,
+                processes=processes,
+            )
+            folder.mkdir(parents=True, exist_ok=True)
+            if main:
+                stack.enter_context(locked(folder))
+            state.resume(origin, processes=processes)
+            for name in (METRICS, VALIDATION) if main else ():
+                trim_rows(folder / name, state.step)
+        prepared = accelerator.prepare(objective, *optimizers)
+        model, optimizers = prepared[0], list(prepared[1:])
+        total = config.steps(processes)
+        last = min(total, stop_after or total)
+        kept = {config.steps(processes, blocks=blocks): blocks for blocks in config.keep_states}
+        clock = _Clock()
+        for step, batches in source.steps(state.step, last):
+            set_learning_rate(optimizers, learning_rate(config, step, processes))
+            report = _step(accelerator, model, optimizers, batches, config, step, source.numbers(step))
+            done = step + 1
+            blocks = done * config.step_blocks(processes)
+            if main and (done % config.log_every == 0 or done == last):
+                rate = clock.rate(blocks * draft.config.num_slots)
+                report = replace(report, blocks=blocks, slots_per_second=rate)
                 _write_metrics(folder, report)
                 if on_log is not None:
                     on_log(report)
-        if (done % config.save_every == 0 or done == last) and accelerator.is_main_process:
-            # Before the state: a run that is killed in between validates this step again.
-            if held_out:
-                found = validate(draft, store, held_out)
-                _write_validation(folder, done, blocks, found)
-                if on_validation is not None:
-                    on_validation(done, found)
-            save_state(folder, config, objective, optimizers, done)
-    return draft
+            if main and (done % config.save_every == 0 or done == last):
+                # Before the state: a run that is killed in between validates this step again.
+                if held_out:
+                    found = validate(draft, store, held_out, precision=config.precision)
+                    _write_validation(folder, done, blocks, found)
+                    if on_validation is not None:
+                        on_validation(done, found)
+                state.save(done)
+            if main and done in kept:
+                state.save(done, f"state-{kept[done]}.pt")
+    return state
+
+
+@contextmanager
+def _together(accelerator: Accelerator) -> Iterator[None]:
+    """Stop all processes if the block fails on one, so that none waits for another."""
+    fault: Exception | None = None
+    try:
+        yield
+    except (UsageError, ProbeError) as raised:
+        fault = raised
+    faults = accelerator.reduce(torch.tensor(float(fault is not None), device=accelerator.device), "sum")
+    if fault is not None:
+        raise fault
+    if faults:
+        raise ProbeError("another process of this run was refused; its message says why.")
 
 
 def _step(
@@ -112,52 +149,74 @@ def _step(
     batches: list[Batch],
     config: TrainConfig,
     step: int,
-    total: int,
+    numbers: range,
 ) -> StepReport:
     """Forward and backward over the micro-batches of one optimiser step."""
+    processes = accelerator.num_processes
     weight = accelerator.reduce(
         torch.stack([b.weight.sum() for b in batches]).sum().to(accelerator.device), "sum"
     )
-    stream = (config.seed * 1_000_003 + step) * accelerator.num_processes + accelerator.process_index
-    generator = torch.Generator().manual_seed(stream)
+    progress = Progress(
+        step, config.steps(processes), torch.Generator(), config.step_blocks(processes), config.curriculum
+    )
     sums: dict[str, Tensor] = {}
-    for batch in batches:
+    for number, batch in zip(numbers, batches, strict=True):
         # Gradients are averaged over processes, so each contributes its sum times their number.
-        scaled = replace(batch, weight=batch.weight * (accelerator.num_processes / weight.cpu())).to(
-            accelerator.device, torch.float32 if accelerator.mixed_precision == "no" else None
+        scaled = replace(batch, weight=batch.weight * (processes / weight.cpu())).to(
+            accelerator.device, torch.float32 if config.precision.used == FP32 else None
         )
-        outcome = model(scaled, Progress(step, total, generator))
+        # A stream of its own for each micro-batch, whichever process computes it, and none of the anchors'.
+        drawn = replace(progress, generator=derive_generator(config.seed, "objective", number))
+        with config.precision.autocast(accelerator.device):
+            outcome = model(scaled, drawn)
         accelerator.backward(outcome.loss)
-        logged = {"loss": outcome.loss, "ce": outcome.cross_entropy, "hits": outcome.slot_hits}
-        logged |= {"counts": outcome.slot_counts} | outcome.parts
+        logged = {"loss": outcome.loss, "ce": outcome.cross_entropy} | outcome.parts
+        logged |= {"hits": outcome.slot_hits, "counts": outcome.slot_counts}
         for name, value in logged.items():
             sums[name] = sums.get(name, 0) + value.detach()
+    # Losses carry the number of processes, hits do not; after this every process has the same numbers.
+    sums = {
+        name: accelerator.reduce(value, "sum" if name in ("hits", "counts") else "mean")
+        for name, value in sums.items()
+    }
     norm = _clip(accelerator, accelerator.unwrap_model(model), config.clip)
+    loss = float(sums["loss"])
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        raise ProbeError(
+            f"The loss became {loss} and its gradient {norm} long at step {step}, which was not taken; run the same "
+            "command with a lower --lr to go on from the last saved state."
+        )
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    loss = float(sums["loss"])
-    if not math.isfinite(loss):
-        raise ProbeError(
-            f"The loss became {loss} at step {step}; resume from the last checkpoint with a lower --lr."
-        )
     accuracy = (sums["hits"] / sums["counts"].clamp(min=1)).tolist()
     parts = {k: float(v) for k, v in sums.items() if k not in ("loss", "ce", "hits", "counts")}
     lr = optimizers[0].param_groups[0]["lr"]
     return StepReport(
-        step + 1, total, 0, loss, float(sums["ce"]), tuple(accuracy), lr, float(norm), 0.0, parts
+        step + 1,
+        progress.total_steps,
+        0,
+        loss,
+        float(sums["ce"]),
+        tuple(accuracy),
+        lr,
+        norm,
+        0.0,
+        parts,
     )
 
 
-def _clip(accelerator: Accelerator, objective: Objective, limit: float) -> Tensor:
-    """Clip the draft's gradient and return its norm; what is trained beside it is clipped apart.
+def _clip(accelerator: Accelerator, objective: Objective, limit: float) -> float:
+    """Clip the draft's gradient and return its norm; auxiliary parameters are clipped separately.
 
     So no objective changes the draft's steps by the gradient of its own parameters.
     """
-    beside = list(beside_draft(objective).values())
-    if beside:
-        accelerator.clip_grad_norm_(beside, limit)
-    return accelerator.clip_grad_norm_(objective.draft.parameters(), limit)
+    auxiliary = list(auxiliary_parameters(objective).values())
+    if auxiliary:
+        accelerator.clip_grad_norm_(auxiliary, limit)
+    return float(accelerator.clip_grad_norm_(objective.draft.parameters(), limit))
 
 
 def _write_metrics(folder: Path, report: StepReport) -> None:

@@ -1,6 +1,6 @@
 """How a draft does on held-out text while it trains: tokens it would commit from a fixed set of anchors.
 
-Averaged over all anchors alike this is not the acceptance length of decoding, where long runs skip anchors
+Averaged over all anchors, this is not the acceptance length of decoding, where long runs skip anchors
 (`decoding.offline` walks those), but it moves with it and needs one pass.
 """
 
@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from dspine_probe.drafts import Draft
-from dspine_probe.precision import fast_autocast
+from dspine_probe.precision import Precision
 from dspine_probe.training.anchors import valid_anchors
 from dspine_probe.training.features import FeatureStore
 
@@ -36,11 +36,13 @@ def split(ids: Seq[str], *, every: int = 50) -> tuple[list[int], list[int]]:
 
 
 @torch.no_grad()
-def validate(draft: Draft, store: FeatureStore, indices: Seq[int], *, anchors: int = 16) -> Validation:
+def validate(
+    draft: Draft, store: FeatureStore, indices: Seq[int], *, precision: Precision, anchors: int = 16
+) -> Validation:
     """Draft greedily from evenly spaced anchors with a full block of text ahead of them."""
     device = draft.head.device
     hits = [
-        _accepted(draft, sequence.tokens.to(device), sequence.taps.to(device), chosen.to(device))
+        _accepted(draft, sequence.tokens.to(device), sequence.taps.to(device), chosen.to(device), precision)
         for sequence in (store[i] for i in indices)
         if len(chosen := _spread(valid_anchors(sequence)[: -draft.config.num_slots], anchors))
     ]
@@ -61,10 +63,10 @@ def _accepted(
     tokens: Int[Tensor, "n"],
     taps: Float[Tensor, "n taps_d_model"],
     anchors: Int[Tensor, "anchor"],
+    precision: Precision,
 ) -> Int[Tensor, "anchor"]:
     """Length of the right prefix of each block."""
-    device_type = taps.device.type
-    with fast_autocast(device_type):
+    with precision.autocast(taps.device):
         context = draft.encode_context(taps[None].to(draft.fc.weight.dtype))
         drafted = draft.draft_greedy(context, tokens[anchors][None], anchors[None])
     labels = tokens[anchors[:, None] + torch.arange(1, drafted.shape[1] + 1, device=tokens.device)]

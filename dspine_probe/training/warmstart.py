@@ -15,7 +15,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from dspine_probe.drafts.backbone import Backbone
-from dspine_probe.drafts.layers import Block
+from dspine_probe.drafts.layers import DraftLayer
 from dspine_probe.errors import UsageError
 from dspine_probe.target import Target
 
@@ -34,13 +34,13 @@ def warm_start(
     scales = _qk_scales(target, layers, sample)
     with torch.no_grad():
         for block, layer, scale in zip(draft.blocks, layers, scales, strict=True):
-            _copy_layer(cast(Block, block), sources[layer], scale)
+            _copy_layer(cast(DraftLayer, block), sources[layer], scale)
         draft.ln_final.weight.copy_(target.model.base_model.norm.weight)
         draft.hidden_norm.weight.fill_(1.0)
         _read_last_tap(draft.fc, draft.config.hidden_size)
 
 
-def _copy_layer(block: Block, source: Any, scale: tuple[float, float]) -> None:
+def _copy_layer(block: DraftLayer, source: Any, scale: tuple[float, float]) -> None:
     attention: Any = source.self_attn
     gain = source.input_layernorm.weight.float()
     for name in ("q_proj", "k_proj", "v_proj"):
