@@ -1,6 +1,6 @@
 """Greedy decoding of single prompts on a CPU: how near the limits of the machine, and how fast beside others.
 
-For one thread and for two, in one process: the parts of a round by turns (`decode_parts`), then every way of decoding
+For one thread and for two, in one process: the parts of a round, interleaved (`decode_parts`), then every method
 on the same prompts, prompt by prompt: our plain decoding, DFlash, DSpine with the trimmed and with the full head, and
 the peers (`decode_peers`), those of llama.cpp one after the other. Prints tables, writes `results/decode_cpu.json`. Run
 it on an idle machine: what else runs takes memory bandwidth and, with two threads, holds up every barrier. Some ten
@@ -231,7 +231,7 @@ def main(
             ways |= dflash_ways(target, limit)
         raced = race(ways, encoded)
         if Peer.LLAMA in peers:
-            # Each apart: idle workers of a server spin, and with two threads take a core from whoever decodes.
+            # Each apart: idle workers of a server spin, and with two threads take a core from the engine that decodes.
             for alone in llama_ways(number, limit):
                 raced |= race(alone, encoded)
         held = bars(parts, raced)

@@ -1,4 +1,4 @@
-"""What decoding on a CPU is made of: memory bandwidth, and the seconds of every part of a round, measured by turns.
+"""What decoding on a CPU is made of: memory bandwidth, and the seconds of every part of a round, measured interleaved.
 
 A turn runs one plain step and then, for each draft, what a round runs in its order: context rows, block, head, and the
 target on the block. So each part finds the caches as a round leaves them. Used by `decode_cpu`; no command of its own.
@@ -71,14 +71,14 @@ def measure_parts(
     laps: Laps = {}
     readable = torch.ones(READ_BYTES // 4)
     plain = engines.open_target(target, taps=(), rows=1, capacity=capacity, width=1)
-    anchor = plain.start([prompt]).argmax(dim=-1)
+    anchor = plain.prefill([prompt]).argmax(dim=-1)
     rounds = {
         name: _Round(target, draft, engines, prompt, capacity, anchor) for name, draft in drafts.items()
     }
     for _ in range(turns + WARM_UP):
         _lap(laps, "read", readable.sum)
         _lap(laps, "step", lambda: plain.greedy(anchor[:, None]).tolist())
-        plain.keep([0])
+        plain.commit([0])
         for name, one in rounds.items():
             one.run(laps, name)
     medians = {name: statistics.median(found[WARM_UP:]) for name, found in laps.items()}
@@ -112,7 +112,7 @@ class _Round:
         taps = draft.config.target_layer_ids
         self.target = engines.open_target(target, taps=taps, rows=1, capacity=capacity, width=width)
         self.draft = engines.open_draft(draft, rows=1, capacity=capacity, width=width)
-        self.target.start([prompt])
+        self.target.prefill([prompt])
         self.draft.extend(self.target.taps, [len(prompt)])
         self.target.greedy(anchor[:, None].expand(1, width))
 
@@ -127,7 +127,7 @@ class _Round:
         laps.setdefault(f"{name} head", []).append(end - trunk_ended[0])
         block = torch.cat([self.anchor[:, None], proposal.tokens], dim=1)
         _lap(laps, f"{name} verify", lambda: self.target.greedy(block).tolist())
-        self.target.keep([0])
+        self.target.commit([0])
 
 
 def huge_pages() -> int | None:
@@ -147,4 +147,4 @@ def _bytes_per_step(target: Target, engines: FastCpu, context: int) -> int:
     """Every matrix once, a tied embedding as the head; keys and values of the context."""
     layers = sum(weight.numel() for weight in target.model.base_model.layers.parameters())
     cache = 2 * target.num_layers * target.num_kv_heads * target.head_dim * context
-    return (layers + target.head.numel() + cache) * engines.compute.dtype.itemsize
+    return (layers + target.head.numel() + cache) * engines.kernels.dtype.itemsize

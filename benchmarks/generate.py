@@ -17,7 +17,7 @@ import torch
 import typer
 from recording import RESULTS, made, save
 
-from dspine_probe.decoding.batch import generate_greedy
+from dspine_probe.decoding.continuous import generate_greedy
 from dspine_probe.prompts import load_prompts
 from dspine_probe.target import Target
 

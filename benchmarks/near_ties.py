@@ -1,9 +1,10 @@
 """First divergences of bfloat16 decoding, and how near a tie each of them was.
 
-Answers prompts plainly in fp32, plainly in bfloat16, and in bfloat16 with each shipped draft; lists where answers part
-and the fp32 margin between the two tokens there. Against plain bfloat16 decoding nothing should part where the C
-kernels compute, since they read a block to the same bits as single tokens; with `--torch` it may. Exit status 1 if a
-divergence is no near-tie.  python benchmarks/near_ties.py
+Answers prompts plainly in fp32, plainly in bfloat16, and in bfloat16 with each shipped draft; lists where answers
+diverge and the fp32 margin between the two tokens there. From plain bfloat16 decoding nothing should diverge, since the
+C kernels read a block to the same bits as single tokens. Exit status 1 if a divergence is no near-tie.
+
+    python benchmarks/near_ties.py
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from divergence import NEAR, Divergence, first_divergences
 from recording import RESULTS, made, save
 
-from dspine_probe.decoding.divergence import NEAR, Divergence, first_divergences
 from dspine_probe.decoding.engine import Engines
 from dspine_probe.decoding.fast_cpu import FastCpu
 from dspine_probe.decoding.generate import generate
@@ -35,7 +36,7 @@ def answer(
 
 
 def show(name: str, parted: Sequence[Divergence], target: Target, total: int) -> None:
-    typer.echo(f"{name}: {len(parted)} of {total} answers part")
+    typer.echo(f"{name}: {len(parted)} of {total} answers diverge")
     for one in parted:
         verdict = "near-tie" if one.near_tie else "NO NEAR-TIE"
         tokens = f"{target.decode([one.expected])!r} or {target.decode([one.found])!r}"
@@ -47,13 +48,12 @@ def main(
     prompts: Annotated[str, typer.Option(help="Shipped set or JSONL file.")] = "lab",
     count: Annotated[int, typer.Option(min=1, help="How many prompts.")] = 28,
     limit: Annotated[int, typer.Option(min=1, help="Most new tokens a prompt.")] = 128,
-    use_torch: Annotated[bool, typer.Option("--torch", help="Compute bfloat16 with torch.")] = False,
 ) -> None:
     """List the divergences and write the result."""
     target = Target.load(dtype=torch.bfloat16)
     encoded = [target.encode_chat(prompt.text) for prompt in load_prompts(prompts, limit=count)]
     exact = FastCpu(torch.float32)
-    rounded = FastCpu(torch.bfloat16, native=False if use_torch else None)
+    rounded = FastCpu(torch.bfloat16)
     fp32 = answer(target, None, encoded, limit, exact)
     plain = answer(target, None, encoded, limit, rounded)
     compared: dict[str, tuple[Answers, Answers]] = {"bf16 plain against fp32 plain": (fp32, plain)}
@@ -71,7 +71,7 @@ def main(
         "engines": {"exact": exact.about, "rounded": rounded.about},
         "divergences": record,
     }
-    save(result, RESULTS / f"near_ties{'_torch' * use_torch}.json")
+    save(result, RESULTS / "near_ties.json")
     if not all(one["near_tie"] for listed in record.values() for one in listed):
         raise typer.Exit(1)
 

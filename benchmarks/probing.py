@@ -28,11 +28,11 @@ from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_f
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dspine_probe.drafts import Draft, DSpine
-from dspine_probe.experiments.emergence.readings import residual_names
 from dspine_probe.experiments.patching import (
     Blocks,
     Site,
     places,
+    residual_names,
     residual_sites,
     sweep,
     sweep_one_by_one,
@@ -122,7 +122,7 @@ def draft_ways(kind: str, batch: int, anchors: int) -> Ways:
     """Residual streams at depths 0…L, and every hook point, of one full pass."""
     draft, inputs = make_draft(kind).float().eval(), make_inputs(batch, anchors)
     hooked = HookedDraft(copy.deepcopy(draft))
-    names = residual_names(hooked)
+    names = residual_names(hooked.draft)
     modules = [draft.get_submodule(name) for name in names]
     return {
         "plain forward": lambda: draft(*inputs),

@@ -20,10 +20,11 @@ import torch
 from recording import RESULTS, made, save
 from torch.nn import functional as F
 
-from dspine_probe.config import DFLASH, DSPINE, DraftConfig, DSpineConfig
+from dspine_probe.config import DFLASH, DSPINE, DraftConfig
 from dspine_probe.drafts import DFlash, Draft, DSpine
+from dspine_probe.drafts.injection import DSpineConfig
 from dspine_probe.training.anchors import Batch
-from dspine_probe.training.objective import Progress, objective_for
+from dspine_probe.training.objectives.base import Progress, objective_for
 from dspine_probe.training.optimization import TrainConfig, make_optimizers
 
 SEQUENCES, ANCHORS, CONTEXT, DRAFT_VOCAB = 8, 32, 300, 8192
@@ -52,7 +53,7 @@ def make_draft(kind: str) -> Draft:
             DraftConfig(architecture=DFLASH, is_causal=False, **GEOMETRY), head, head, vocabulary=vocabulary
         )
     spine = DSpineConfig(transfer_rank=192, message_size=128)
-    config = DraftConfig(architecture=DSPINE, is_causal=True, dspine=spine, **GEOMETRY)
+    config = DraftConfig(architecture=DSPINE, is_causal=True, part=spine, **GEOMETRY)
     return DSpine(config, head, head, vocabulary=vocabulary)
 
 

@@ -8,17 +8,13 @@ import json
 from dataclasses import asdict, replace
 
 import torch
-from tiny import tiny_draft, tiny_target
 
-from dspine_probe.config import DSPINE
-from dspine_probe.decoding.fast_gpu import FastGpu
-from dspine_probe.decoding.generate import generate_batch
+from benchmarks.gpu.checks import COMPARISONS, check_kernels
+from benchmarks.gpu.markov import MarkovHead, markov_tokens
+from benchmarks.gpu.problem import EMBEDDED, ODD, Problem
 from dspine_probe.decoding.kernels.candidates import top_candidates
-from dspine_probe.decoding.kernels.checks import COMPARISONS, check_kernels
 from dspine_probe.decoding.kernels.last_write import PairParts
 from dspine_probe.decoding.kernels.launch import usable
-from dspine_probe.decoding.kernels.markov import MarkovHead, markov_tokens
-from dspine_probe.decoding.kernels.problem import EMBEDDED, ODD, Problem
 from dspine_probe.decoding.kernels.walk import plan_walk, walk_scores
 
 SPINE = ("injection", "pair scores", "walk, greedy")
@@ -47,7 +43,7 @@ def errors() -> dict[str, list[dict]]:
     return made
 
 
-def law_of_the_walk() -> dict[str, object]:
+def distribution_of_the_walk() -> dict[str, object]:
     """Shares of all paths over many draws, beside the products of the table's own softmaxes."""
     generator = torch.Generator().manual_seed(1)
     table = torch.randn(1, SLOTS, K, K, generator=generator) * 1.5
@@ -59,12 +55,12 @@ def law_of_the_walk() -> dict[str, object]:
     launch, walked = plan_walk(parts, candidates, 0.8, noise, together=TOGETHER)
     launch.run()
     step = (table[0].double() / 0.8).softmax(-1)
-    law, found = [], []
+    expected, found = [], []
     codes = (walked.tokens * torch.tensor([K * K, K, 1])).sum(1)
     for a, b, c in itertools.product(range(K), repeat=SLOTS):
-        law.append(float(step[0, 0, a] * step[1, a, b] * step[2, b, c]))
+        expected.append(float(step[0, 0, a] * step[1, a, b] * step[2, b, c]))
         found.append(int((codes == (a * K + b) * K + c).sum()))
-    return {"law": law, "found": found}
+    return {"expected": expected, "found": found}
 
 
 def ties() -> dict[str, list]:
@@ -85,7 +81,7 @@ def ties() -> dict[str, list]:
 
 
 def extremes() -> dict[str, bool]:
-    """Draws at the ends of the unit interval, and candidates that have no chance."""
+    """Draws at the ends of the unit interval, and candidates of probability 0."""
     scores = torch.tensor([0.0, -1e4, 1.0]).expand(1, 2, 3, 3).contiguous()
     candidates = torch.arange(6).view(1, 2, 3)
     ends = [0.0, 1 - 2**-24, torch.nextafter(torch.tensor(1.0), torch.tensor(0.0)).item()]
@@ -99,20 +95,7 @@ def extremes() -> dict[str, bool]:
     }
 
 
-def engines() -> dict[str, bool]:
-    """Whole answers by the kernels, beside those of the reference."""
-    target = tiny_target("qwen3")
-    draft = tiny_draft(target, DSPINE, trimmed=40)
-    asked = {"max_new_tokens": 4, "width": 3}
-    expected, found = (
-        generate_batch(target, draft, [[5, 6, 7], [9]], **asked, **chosen)
-        for chosen in ({}, {"engines": FastGpu()})
-    )
-    same = [(f.tokens, f.rounds) for f in found] == [(e.tokens, e.rounds) for e in expected]
-    return {"same as the reference": same, "drafted": all(e.rounds for e in expected)}
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    parts = {"errors": errors, "law": law_of_the_walk, "ties": ties, "extremes": extremes, "engines": engines}
+    parts = {"errors": errors, "distribution": distribution_of_the_walk, "ties": ties, "extremes": extremes}
     print(json.dumps({name: part() for name, part in parts.items()}))

@@ -4,8 +4,8 @@ import pytest
 import torch
 from tiny import prompts, tiny_draft, tiny_target
 
+from benchmarks.divergence import NEAR, Divergence, divergence_at, first_divergences
 from dspine_probe.config import DSPINE
-from dspine_probe.decoding.divergence import NEAR, Divergence, first_divergences, parting
 from dspine_probe.decoding.fast_cpu import FastCpu
 from dspine_probe.decoding.generate import generate
 from dspine_probe.decoding.reference import REFERENCE
@@ -14,9 +14,9 @@ from dspine_probe.target import Target
 
 
 def test_the_first_difference_is_found():
-    assert parting([4, 5, 6], [4, 5, 6]) is None
-    assert parting([4, 5, 6], [4, 7, 6]) == 1
-    assert parting([9], [8, 7]) == 0
+    assert divergence_at([4, 5, 6], [4, 5, 6]) is None
+    assert divergence_at([4, 5, 6], [4, 7, 6]) == 1
+    assert divergence_at([9], [8, 7]) == 0
 
 
 def test_equal_answers_do_not_part():

@@ -32,7 +32,7 @@ def test_target_engine_reads_what_a_whole_pass_reads(kind: str):
     engine, written = open_target(target), [list(prompt) for prompt in LISTED]
     generator = torch.Generator().manual_seed(0)
     rows = list(range(len(LISTED)))
-    scores = engine.start(LISTED)
+    scores = engine.prefill(LISTED)
     for row in rows:
         whole = target.hidden_states(torch.tensor([LISTED[row]]), TAPS)
         near(scores[row], target.logits(whole.final[0, -1]))
@@ -40,14 +40,14 @@ def test_target_engine_reads_what_a_whole_pass_reads(kind: str):
     memory = engine.cache.keys.data_ptr()
     for turn, kept in enumerate(KEPT):
         tokens = torch.randint(3, VOCAB, (len(rows), WIDTH), generator=generator)
-        scores = engine.read(tokens)
+        scores = engine.forward(tokens)
         for at, row in enumerate(rows):
             sequence = [*written[row], *tokens[at].tolist()]
             whole = target.hidden_states(torch.tensor([sequence]), TAPS)
             near(scores[at], target.logits(whole.final[0, -WIDTH:]))
             near(engine.taps[at], whole.taps[0, -WIDTH:])
             written[row] += tokens[at, : kept[row]].tolist()
-        engine.keep([kept[row] for row in rows])
+        engine.commit([kept[row] for row in rows])
         if turn == 0:
             engine.select([0, 2, 3])
             rows = [0, 2, 3]
@@ -58,9 +58,9 @@ def test_target_engine_reads_what_a_whole_pass_reads(kind: str):
 def test_greedy_is_the_likeliest_token_of_the_scores():
     target = tiny_target()
     one, other = open_target(target), open_target(target)
-    assert torch.equal(one.start(LISTED), other.start(LISTED))
+    assert torch.equal(one.prefill(LISTED), other.prefill(LISTED))
     tokens = torch.arange(20).view(4, WIDTH)
-    assert torch.equal(one.read(tokens).argmax(dim=-1), other.greedy(tokens))
+    assert torch.equal(one.forward(tokens).argmax(dim=-1), other.greedy(tokens))
 
 
 @pytest.mark.parametrize("architecture", [DFLASH, DSPINE])
@@ -112,10 +112,10 @@ def test_drawn_proposals_name_what_they_were_drawn_from(architecture: str):
 def test_rows_that_do_not_fit_are_refused():
     engine = REFERENCE.open_target(tiny_target(), taps=(), rows=1, capacity=6, width=WIDTH)
     with pytest.raises(UsageError, match="a row of 0 tokens and 7 more do not fit a cache of 6"):
-        engine.start([[3] * 7])
-    engine.start([[3, 4]])
+        engine.prefill([[3] * 7])
+    engine.prefill([[3, 4]])
     with pytest.raises(UsageError, match="a row of 2 tokens and 5 more do not fit a cache of 6"):
-        engine.read(torch.zeros(1, WIDTH, dtype=torch.long))
+        engine.forward(torch.zeros(1, WIDTH, dtype=torch.long))
 
 
 def test_sliding_windows_are_refused():

@@ -9,11 +9,11 @@ from tiny import VOCAB, prompts, scripted, tiny_config, tiny_draft, tiny_target
 from torch import Tensor
 
 from dspine_probe.config import DFLASH, DSPINE
-from dspine_probe.decoding.batch import generate_greedy
-from dspine_probe.decoding.engine import Proposal, TargetEngine
+from dspine_probe.decoding.engine import TargetEngine
 from dspine_probe.decoding.generate import Generation, generate, generate_batch
 from dspine_probe.decoding.reference import REFERENCE, ReferenceDraft, ReferenceEngines
 from dspine_probe.drafts import DFlash, Draft
+from dspine_probe.drafts.proposal import Proposal
 from dspine_probe.errors import ProbeError, UsageError
 from dspine_probe.sampling import Sampling
 from dspine_probe.target import Target
@@ -60,17 +60,17 @@ def test_random_drafts_change_nothing(kind: str, architecture: str, trimmed: int
     target = tiny_target(kind, stop_ids=(2, 9, 17))
     draft = tiny_draft(target, architecture, trimmed=trimmed)
     listed = prompts(12)
-    expected = generate_greedy(target, listed, max_new_tokens=NEW, batch_size=8)
+    expected = [plain(target, prompt) for prompt in listed]
     batches = [
         generate_batch(target, draft, listed[at : at + 4], max_new_tokens=NEW) for at in range(0, 12, 4)
     ]
     side_by_side = [found for batch in batches for found in batch]
     alone = [generate(target, draft, prompt, max_new_tokens=NEW) for prompt in listed[:4]]
-    for prompt, completion, found in zip(
+    for prompt, answer, found in zip(
         listed + listed[:4], expected + expected[:4], side_by_side + alone, strict=True
     ):
-        assert (found.prompt_ids, found.tokens) == (tuple(prompt), completion.response_ids)
-        assert found.finish == completion.finish
+        assert (found.prompt_ids, found.tokens) == (tuple(prompt), answer.tokens)
+        assert found.finish == answer.finish
         check_rounds(found)
     assert [found.rounds for found in alone] == [found.rounds for found in side_by_side[:4]]
     assert {found.finish for found in side_by_side} == {"stop", "length"}

@@ -1,4 +1,4 @@
-"""Sampled decoding: the law of the answers is the target's, whatever drafts; rows keep their own chance."""
+"""Sampled decoding: answers follow the target's distribution, whatever drafts; rows draw from their own generator."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dspine_probe.config import DFLASH, DSPINE
-from dspine_probe.decoding.engine import Engines, Proposal
+from dspine_probe.decoding.engine import Engines
 from dspine_probe.decoding.generate import generate, generate_batch
 from dspine_probe.decoding.reference import REFERENCE, ReferenceDraft, ReferenceEngines
 from dspine_probe.decoding.verify import target_probs
 from dspine_probe.drafts import Draft
+from dspine_probe.drafts.proposal import Proposal
 from dspine_probe.sampling import Sampling, generators
 from dspine_probe.target import Target
 
@@ -40,8 +41,8 @@ def make(name: str, target: Target) -> Draft | None:
     return None if options is None else tiny_draft(target, architecture, mask_token_id=FEW - 1, **options)
 
 
-def laws(target: Target, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """The joint laws of the first two tokens and of the last two of three."""
+def distributions(target: Target, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """The joint distributions of the first two tokens and of the last two of three."""
     every = torch.arange(FEW)
     sequences, chances = torch.tensor([PROMPT]), []
     for _ in range(3):
@@ -71,14 +72,14 @@ def p_values(
     tokens = torch.tensor([one.tokens for one in answers])
     pairs = (tokens[:, :-1] * FEW + tokens[:, 1:]).T
     return [
-        chi_square(found.bincount(minlength=FEW**2), law)
-        for found, law in zip(pairs, laws(target, sampling), strict=True)
+        chi_square(found.bincount(minlength=FEW**2), expected)
+        for found, expected in zip(pairs, distributions(target, sampling), strict=True)
     ]
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 @pytest.mark.parametrize("name", DRAFTS)
-def test_answers_follow_the_targets_law(target: Target, name: str, sampling: Sampling):
+def test_answers_follow_the_targets_distribution(target: Target, name: str, sampling: Sampling):
     assert min(p_values(target, make(name, target), sampling)) > 0.005
 
 
@@ -96,7 +97,7 @@ class Boastful(ReferenceEngines):
         return engine
 
 
-def test_the_test_of_the_law_can_fail(target: Target):
+def test_the_test_of_the_distribution_can_fail(target: Target):
     for name in ("dflash", "dspine"):
         found = p_values(target, make(name, target), SAMPLINGS[0], Boastful())
         assert min(found) < 1e-4

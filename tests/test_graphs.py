@@ -7,31 +7,20 @@ import gc
 
 import pytest
 import torch
+from stand_in_graphs import overwriting
 from tiny import prompts, tiny_draft, tiny_target
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dspine_probe.config import DFLASH, DSPINE
 from dspine_probe.decoding.fast_gpu import FastGpu
-from dspine_probe.decoding.generate import generate, generate_batch
-from dspine_probe.decoding.graphs import Capturing, FixedStep, capturing, frozen, refuse_hooked
+from dspine_probe.decoding.generate import generate_batch
+from dspine_probe.decoding.graphs import Capturing, FixedStep, capturing, frozen
+from dspine_probe.decoding.prepared import refuse_hooked
 from dspine_probe.errors import UsageError
 from dspine_probe.hooks import HookedDraft
-from dspine_probe.sampling import Sampling
 
 NEW = 16
-
-
-def overwriting(run):
-    """A capture whose outputs stay where they are."""
-    outputs = run()
-
-    def replay() -> None:
-        for kept, fresh in zip(outputs, run(), strict=True):
-            if 0 not in kept.stride():  # an expanded constant
-                kept.copy_(fresh)
-
-    return replay, outputs
 
 
 def failing(run):
@@ -100,40 +89,6 @@ def test_a_lack_of_memory_is_not_taken_for_a_failed_capture():
 # ---- engines
 
 
-@pytest.mark.parametrize("capture", [None, Capturing(overwriting)], ids=["eager", "captured"])
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_in_fp32_everything_is_as_in_the_reference(kind: str, capture: Capturing | None):
-    target, engines = tiny_target(kind, stop_ids=(2, 9, 17)), FastGpu(capture)
-    drafts = [(DFLASH, None), (DFLASH, 40), (DSPINE, None), (DSPINE, 40)]
-    listed = prompts(5)
-    for draft in [None, *(tiny_draft(target, name, trimmed=size) for name, size in drafts)]:
-        expected = generate_batch(target, draft, listed, max_new_tokens=NEW)
-        together = generate_batch(target, draft, listed, max_new_tokens=NEW, engines=engines)
-        alone = [generate(target, draft, p, max_new_tokens=NEW, engines=engines) for p in listed[:2]]
-        assert [(f.tokens, f.rounds) for f in together] == [(r.tokens, r.rounds) for r in expected]
-        assert [f.rounds for f in alone] == [r.rounds for r in expected[:2]]
-
-
-@pytest.mark.parametrize("capture", [None, Capturing(overwriting)], ids=["eager", "captured"])
-@pytest.mark.parametrize("architecture", [DFLASH, DSPINE])
-def test_sampled_answers_draw_as_the_reference_does(architecture: str, capture: Capturing | None):
-    target = tiny_target(stop_ids=(9,))
-    draft, listed = tiny_draft(target, architecture, trimmed=40), prompts(5)
-    found = [
-        generate_batch(
-            target,
-            draft,
-            listed,
-            max_new_tokens=NEW,
-            sampling=Sampling(temperature=0.8),
-            generators=[torch.Generator().manual_seed(seed) for seed in range(len(listed))],
-            **chosen,
-        )
-        for chosen in ({}, {"engines": FastGpu(capture)})
-    ]
-    assert [f.rounds for f in found[0]] == [f.rounds for f in found[1]]
-
-
 def test_a_prompt_longer_than_a_piece_is_read_whole():
     target, draft = tiny_target(), tiny_draft(tiny_target(), DSPINE)
     long = (prompts(1)[0] * 100)[:150]
@@ -163,9 +118,9 @@ def test_a_cache_that_is_too_small_and_a_block_too_wide_are_refused():
     target = tiny_target()
     engines, draft = FastGpu(), tiny_draft(target)
     small = engines.open_target(target, taps=(), rows=1, capacity=8, width=1)
-    small.start([[3, 4, 5]])
+    small.prefill([[3, 4, 5]])
     with pytest.raises(UsageError, match="3 tokens and 6 more do not fit a cache of 8 positions"):
-        small.read(torch.zeros(1, 6, dtype=torch.long))
+        small.forward(torch.zeros(1, 6, dtype=torch.long))
     with pytest.raises(UsageError, match="6 slots is wider than the 5"):
         engines.open_draft(draft, rows=1, capacity=8, width=6)
 
@@ -227,23 +182,3 @@ def test_freezing_leaves_a_module_as_it_was():
     del owner
     gc.collect()
     assert set(vars(module)) == before
-
-
-def test_a_target_with_biases_or_another_activation_is_refused():
-    target = tiny_target()
-    target.config.hidden_act = "gelu"
-    with pytest.raises(UsageError, match="activation 'gelu'"):
-        FastGpu().open_target(target, taps=(), rows=1, capacity=8, width=1)
-    target.config.hidden_act = "silu"
-    target.model.model.layers[0].mlp.up_proj.bias = torch.nn.Parameter(torch.zeros(48))
-    with pytest.raises(UsageError, match="has biases"):
-        FastGpu().open_target(target, taps=(), rows=1, capacity=8, width=1)
-
-
-def test_models_are_let_go_with_the_caller():
-    target = tiny_target()
-    engines = FastGpu()
-    generate(target, tiny_draft(target), [3, 4], max_new_tokens=4, engines=engines)
-    del target
-    gc.collect()
-    assert len(engines._targets) == 0 and len(engines._drafts) == 0

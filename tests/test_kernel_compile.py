@@ -5,10 +5,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from dspine_probe.decoding.kernels import compile_check
-from dspine_probe.decoding.kernels.compile_check import GEOMETRIES, compile_all, compile_launch
+from benchmarks.gpu import compile_check
+from benchmarks.gpu.compile_check import GEOMETRIES, compile_all, compile_launch
+from benchmarks.gpu.problem import ODD, QWEN3_8B, Problem
 from dspine_probe.decoding.kernels.launch import Launch, jit, tl
-from dspine_probe.decoding.kernels.problem import ODD, QWEN3_8B, Problem
 from dspine_probe.errors import ProbeError
 
 

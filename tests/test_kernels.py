@@ -9,17 +9,17 @@ import torch
 from interpreted_kernels import DRAWS, PROBLEMS, K
 from toy import toy_draft
 
+from benchmarks.gpu.checks import BOUNDS, COMPARISONS, check_kernels
+from benchmarks.gpu.gru import GRUHead, gru_step
+from benchmarks.gpu.problem import ODD, Problem
 from dspine_probe.decoding.kernels import injection
 from dspine_probe.decoding.kernels.candidates import top_candidates
-from dspine_probe.decoding.kernels.checks import BOUNDS, COMPARISONS, check_kernels
 from dspine_probe.decoding.kernels.folding import LayerInjection, code_tables, fold
-from dspine_probe.decoding.kernels.gru import GRUHead, gru_step
 from dspine_probe.decoding.kernels.last_write import Pairs, Refiner, pair_parts
 from dspine_probe.decoding.kernels.launch import block, pow2, usable
-from dspine_probe.decoding.kernels.problem import ODD, Problem
 from dspine_probe.decoding.kernels.walk import walk
 from dspine_probe.drafts import DSpine
-from dspine_probe.drafts.dspine import SpineStates
+from dspine_probe.drafts.block import BlockStates
 
 pytest.importorskip("triton")
 
@@ -43,13 +43,14 @@ def test_every_kernel_computes_what_its_reference_does_in_float64(interpreted, p
     assert [check for check in checks if not check["passed"]] == []
 
 
-def test_a_sampled_walk_follows_the_law_of_its_table(interpreted):
-    law, found = (torch.tensor(interpreted["law"][name], dtype=torch.float64) for name in ("law", "found"))
+def test_a_sampled_walk_follows_the_distribution_of_its_table(interpreted):
+    drawn = interpreted["distribution"]
+    expected, found = (torch.tensor(drawn[name], dtype=torch.float64) for name in ("expected", "found"))
     assert found.sum() == DRAWS
-    assert (found / DRAWS - law).abs().sum() / 2 < 0.01
-    chi_square = ((found - DRAWS * law) ** 2 / (DRAWS * law)).sum()
+    assert (found / DRAWS - expected).abs().sum() / 2 < 0.01
+    chi_square = ((found - DRAWS * expected) ** 2 / (DRAWS * expected)).sum()
     assert chi_square < 54.05  # 99.9 % quantile at 26 degrees of freedom
-    assert len(law) == K**3
+    assert len(expected) == K**3
 
 
 @pytest.mark.parametrize("case", ["walk", "candidates", "markov", "minus infinity"])
@@ -61,10 +62,6 @@ def test_ties_go_to_the_lower_index(interpreted, case):
 @pytest.mark.parametrize("case", ["never one of weight 0", "lowest and highest", "usable"])
 def test_the_ends_of_the_unit_interval_and_unfit_tensors(interpreted, case):
     assert interpreted["extremes"][case]
-
-
-def test_engines_that_run_on_kernels_decode_as_the_reference_does(interpreted):
-    assert interpreted["engines"] == {"same as the reference": True, "drafted": True}
 
 
 # ---- torch alone: the references are the drafts' own arithmetic
@@ -82,7 +79,7 @@ def test_a_folded_injection_is_the_drafts_own():
     for layer in range(len(draft.blocks)):
         weights, refiner = folded(draft, layer)
         out, _ = injection.inject(h.flatten(0, 1), anchors, weights, refiner.tables)
-        expected = draft.inject(layer, h, draft.scaled_codes(anchors, h.dtype)[:, None])
+        expected = draft.inject(layer, h, draft.message_codes(anchors, h.dtype)[:, None])
         torch.testing.assert_close(out.view_as(h), expected)
         assert torch.equal(out.view_as(h)[:, 0], h[:, 0])
         assert (out.view_as(h)[:, 1:] - h[:, 1:]).norm(dim=-1).min() > 0.01
@@ -96,8 +93,8 @@ def test_pair_scores_and_walks_are_those_of_the_transition_cache(trimmed):
     h, anchors = torch.randn(3, 4, 16), torch.tensor([3, 0, 31])
     last = len(draft.blocks) - 1
     weights, refiner = folded(draft, last)
-    hidden = draft.ln_final(draft.inject(last, h, draft.scaled_codes(anchors, h.dtype)[:, None]))
-    cache = draft.transition_cache(SpineStates(hidden, h, ()), anchors)
+    hidden = draft.ln_final(draft.inject(last, h, draft.message_codes(anchors, h.dtype)[:, None]))
+    cache = draft.transition_cache(BlockStates((), h, hidden), anchors)
     index = top_candidates(draft.logits(hidden[:, 1:]), draft.spine.top_k)
     assert torch.equal(draft.to_tokens(index), cache.candidates)
     flat = h.flatten(0, 1)

@@ -8,7 +8,7 @@ from tiny import VOCAB, Scripted, prompts, scripted, tiny_draft, tiny_target
 
 from dspine_probe.config import DFLASH, DSPINE
 from dspine_probe.decoding.generate import generate
-from dspine_probe.decoding.offline import walk
+from dspine_probe.decoding.offline import simulate_rounds
 
 NEW = 24
 
@@ -18,13 +18,13 @@ def test_own_anchors_give_the_rounds_of_ordinary_decoding(architecture):
     target, arena = tiny_arena(8)
     draft = tiny_draft(target, architecture)
     own = [answer.tokens for answer in arena.answers]
-    walked = [len(rounds.anchors) for rounds in walk(draft, arena.answers)]
+    walked = [len(rounds.anchors) for rounds in simulate_rounds(draft, arena.answers)]
     for batch_size in (1, 3, 32):
         assert rounds_needed(draft, arena.answers, own, batch_size).tolist() == walked
 
 
 def rounds_needed(draft, answers, shown, batch_size=32):
-    walked = walk(draft, answers, shown=shown, batch_size=batch_size)
+    walked = simulate_rounds(draft, answers, anchor_override=shown, batch_size=batch_size)
     return torch.tensor([len(rounds.anchors) for rounds in walked])
 
 

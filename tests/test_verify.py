@@ -9,8 +9,8 @@ import torch
 from chance import chi_square
 from torch import Tensor
 
-from dspine_probe.decoding.engine import Candidates, Proposal
 from dspine_probe.decoding.verify import Verdict, target_probs, verify_greedy, verify_sampled
+from dspine_probe.drafts.proposal import Candidates, Proposal
 from dspine_probe.sampling import Sampling, pick
 
 V, RUNS = 8, 60_000
@@ -25,9 +25,9 @@ def test_greedy_keeps_the_prefix_that_agrees():
     drafted = torch.tensor([[1, 2, 3], [9, 2, 3], [1, 9, 3], [1, 2, 9]])
     wanted = torch.tensor([[1, 2, 3, 4]] * 4)
     verdict = verify_greedy(drafted, wanted)
-    assert verdict.accepted.tolist() == [3, 0, 1, 2] and verdict.following.tolist() == [4, 1, 2, 3]
+    assert verdict.accepted.tolist() == [3, 0, 1, 2] and verdict.bonus_token.tolist() == [4, 1, 2, 3]
     alone = verify_greedy(drafted[:, :0], wanted[:, :1])
-    assert alone.accepted.tolist() == [0] * 4 and alone.following.tolist() == [1] * 4
+    assert alone.accepted.tolist() == [0] * 4 and alone.bonus_token.tolist() == [1] * 4
 
 
 class World:
@@ -57,13 +57,13 @@ class World:
         noise = torch.rand(RUNS, 3, generator=seeded(3), dtype=torch.float64)
         verdict = verifier(proposal, self.p[before], sampling, noise)
         written = torch.cat([proposal.tokens, proposal.tokens[:, :1]], dim=1)
-        written.scatter_(1, verdict.accepted[:, None], verdict.following[:, None])
-        law = target_probs(self.p, sampling)
-        first = chi_square(written[:, 0].bincount(minlength=V), law[0])
+        written.scatter_(1, verdict.accepted[:, None], verdict.bonus_token[:, None])
+        wanted = target_probs(self.p, sampling)
+        first = chi_square(written[:, 0].bincount(minlength=V), wanted[0])
         both = written[verdict.accepted > 0]
         pairs = (both[:, 0] * V + both[:, 1]).bincount(minlength=V * V)
         share = both[:, 0].bincount(minlength=V).double() / len(both)
-        return first, chi_square(pairs, share[:, None] * law)
+        return first, chi_square(pairs, share[:, None] * wanted)
 
 
 SAMPLINGS = [Sampling(1.0), Sampling(0.6), Sampling(1.3, top_p=0.8)]
@@ -110,7 +110,7 @@ def test_a_token_that_the_target_never_writes_falls():
     scores = torch.tensor([[[0.0, -torch.inf], [0.0, 0.0]]])
     for noise in (torch.zeros(1, 2), torch.full((1, 2), 0.999)):
         verdict = verify_sampled(Proposal(torch.tensor([[1]])), scores, Sampling(1.0), noise)
-        assert verdict.accepted.tolist() == [0] and verdict.following.tolist() == [0]
+        assert verdict.accepted.tolist() == [0] and verdict.bonus_token.tolist() == [0]
 
 
 def test_cold_sampling_is_greedy():
@@ -120,4 +120,4 @@ def test_cold_sampling_is_greedy():
     noise = torch.rand(200, 4, generator=seeded(8))
     cold = verify_sampled(Proposal(drafted), scores, Sampling(1e-6), noise)
     greedy = verify_greedy(drafted, scores.argmax(dim=-1))
-    assert torch.equal(cold.accepted, greedy.accepted) and torch.equal(cold.following, greedy.following)
+    assert torch.equal(cold.accepted, greedy.accepted) and torch.equal(cold.bonus_token, greedy.bonus_token)

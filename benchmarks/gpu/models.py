@@ -13,10 +13,11 @@ import torch
 from torch.nn.functional import normalize
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from dspine_probe.config import DSPINE, DraftConfig, DSpineConfig, default_taps
-from dspine_probe.decoding.kernels.gru import GRUHead
-from dspine_probe.decoding.kernels.markov import MarkovHead
+from benchmarks.gpu.gru import GRUHead
+from benchmarks.gpu.markov import MarkovHead
+from dspine_probe.config import DSPINE, DraftConfig, default_taps
 from dspine_probe.drafts import DSpine
+from dspine_probe.drafts.injection import DSpineConfig
 from dspine_probe.target import Target
 
 
@@ -126,7 +127,7 @@ def _draft_config(g: Geometry) -> DraftConfig:
         target_layer_ids=default_taps(g.layers, min(5, g.layers - 3)),
         num_target_layers=g.layers,
         is_causal=True,
-        dspine=DSpineConfig(transfer_rank=g.rank, message_size=g.message, top_k=g.k),
+        part=DSpineConfig(transfer_rank=g.rank, message_size=g.message, top_k=g.k),
     )
 
 

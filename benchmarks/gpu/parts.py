@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.gpu.gru import gru_tokens
+from benchmarks.gpu.markov import markov_tokens
 from benchmarks.gpu.models import Models
 from dspine_probe.decoding.fast_gpu import FastGpu
 from dspine_probe.decoding.gpu.draft import GpuDraft, Trunk
 from dspine_probe.decoding.gpu.target import GpuTarget
 from dspine_probe.decoding.graphs import Capturing
 from dspine_probe.decoding.kernels.candidates import top_candidates
-from dspine_probe.decoding.kernels.gru import gru_tokens
 from dspine_probe.decoding.kernels.injection import inject
 from dspine_probe.decoding.kernels.last_write import Pairs, pair_parts
-from dspine_probe.decoding.kernels.markov import markov_tokens
 from dspine_probe.decoding.kernels.walk import walk, walk_scores
 from dspine_probe.decoding.verify import verify_greedy
 
@@ -61,7 +61,7 @@ def open_bench(models: Models, engines: FastGpu, batch: int, context: int) -> Be
     without = replace(draft.fused, injections=(), refiner=None)
     plain = GpuDraft(models.draft, without, **sizes, how=draft.how)
     ids = torch.randint(0, g.vocab - 1, (batch, context)).tolist()
-    anchors = target.start(ids).max(dim=-1).indices
+    anchors = target.prefill(ids).max(dim=-1).indices
     for engine in (draft, plain):
         engine.extend(target.taps, [context] * batch)
     return Bench(models, target, draft, plain, anchors)
@@ -180,10 +180,10 @@ def round_of(bench: Bench, draft: GpuDraft) -> Callable[[], object]:
         proposal = draft.propose(held["anchors"])
         block = torch.cat([held["anchors"][:, None], proposal.tokens], dim=1)
         verdict = verify_greedy(proposal.tokens, bench.target.greedy(block))
-        fetched = [proposal.tokens, verdict.accepted[:, None], verdict.following[:, None]]
+        fetched = [proposal.tokens, verdict.accepted[:, None], verdict.bonus_token[:, None]]
         result = torch.cat(fetched, dim=1).tolist()
-        held["anchors"] = verdict.following
-        bench.target.keep(kept)
+        held["anchors"] = verdict.bonus_token
+        bench.target.commit(kept)
         draft.extend(bench.target.taps, kept)
         return result
 

@@ -22,14 +22,14 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu import problem
+from benchmarks.gpu.checks import check_kernels
 from benchmarks.gpu.models import QWEN3_4B, QWEN3_8B, TINY, Geometry, build
 from benchmarks.gpu.parts import Bench, open_bench, parts_of, plain_step_of, round_of, run_eagerly
 from benchmarks.gpu.report import bars, page, speedups
 from benchmarks.gpu.timing import Stopwatch
 from benchmarks.recording import RESULTS, commit, save
 from dspine_probe.decoding.fast_gpu import FastGpu
-from dspine_probe.decoding.kernels import problem
-from dspine_probe.decoding.kernels.checks import check_kernels
 from dspine_probe.files import write_atomically
 from dspine_probe.machine import look
 

@@ -31,12 +31,7 @@ class RowCache:
         Raises:
             UsageError: the longest row has no room for them.
         """
-        longest = max(self.lengths)
-        if longest + width > self.capacity:
-            raise UsageError(
-                f"a row of {longest} tokens and {width} more do not fit a cache of {self.capacity} positions; "
-                "open the engine with more capacity or shorten the prompt"
-            )
+        require_room(max(self.lengths), width, self.capacity)
         ends = torch.tensor(self.lengths, device=self.keys.device)
         return ends[:, None] + torch.arange(width, device=ends.device)
 
@@ -62,3 +57,16 @@ class RowCache:
                 for cache in (self.keys, self.values):
                     cache[:, new, : self.lengths[old]] = cache[:, old, : self.lengths[old]]
         self.lengths = [self.lengths[row] for row in rows]
+
+
+def require_room(length: int, width: int, capacity: int) -> None:
+    """Refuse to write behind the end of a cache.
+
+    Raises:
+        UsageError: a row of `length` tokens has no room for `width` more.
+    """
+    if length + width > capacity:
+        raise UsageError(
+            f"a row of {length} tokens and {width} more do not fit a cache of {capacity} positions; "
+            "open the engine with more capacity or shorten the prompt"
+        )

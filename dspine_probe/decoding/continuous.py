@@ -1,8 +1,14 @@
-"""Continuous batching: the rows in flight, and the queue of prompts that take the place of finished ones."""
+"""Continuous batching: many prompts through few rows, a finished row's place taken by the next prompt.
+
+`generate_greedy` writes the completion of every prompt at T = 0, `generate_sampled` draws one; corpora are made with
+them. No draft takes part: with many rows a target has no arithmetic to spare for tokens that may be refused. In fp32
+the greedy tokens are those of plain greedy decoding.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -10,15 +16,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from dspine_probe.decoding.lean import LeanDecoder
+from dspine_probe.decoding.engine import Engines, TargetEngine
+from dspine_probe.decoding.fast_cpu import FastCpu
+from dspine_probe.decoding.reference import REFERENCE
+from dspine_probe.decoding.requests import check, prompts_of
+from dspine_probe.errors import UsageError
+from dspine_probe.sampling import GREEDY
 from dspine_probe.target import Target
 
-SORT_WINDOW = 8
-PREFILL_TOKENS = 4096
-RESORT_STEPS = 32
 ABANDON_STEPS = 32
-
-Chooser = Callable[[Float[Tensor, "row vocab"]], Int[Tensor, "row"]]
 
 
 @dataclass(frozen=True)
@@ -33,141 +39,171 @@ class Completion:
     finish: Literal["stop", "length", "abandoned"]
 
 
-@dataclass(frozen=True)
-class Rules:
-    """How the next token is chosen and when a response ends."""
+def generate_greedy(
+    target: Target,
+    prompts: Iterable[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    batch_size: int,
+    on_complete: Callable[[int, Completion], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
+    abandon: Callable[[Sequence[int]], bool] | None = None,
+    engines: Engines | None = None,
+) -> list[Completion]:
+    """Complete every prompt greedily until a stop id or `max_new_tokens`.
 
-    max_new_tokens: int
-    choose: Chooser
-    abandon: Callable[[Sequence[int]], bool] | None
+    Args:
+        target: the model.
+        prompts: token ids, one non-empty sequence per prompt.
+        max_new_tokens: most response tokens per prompt, the stop id included.
+        batch_size: most rows in flight.
+        on_complete: called with a prompt's index and completion as soon as it is finished, in no fixed order.
+        should_stop: asked before new prompts are started; once true, running rows are finished and the rest is left.
+        abandon: asked every 32 tokens whether a response is not worth finishing.
+        engines: what computes; by default the fast engine in the target's dtype where it takes the target.
+
+    Returns:
+        The completions in the order of `prompts`, without those never started.
+
+    Raises:
+        UsageError: a prompt is empty or does not fit the context.
+    """
+
+    def step(engine: TargetEngine, tokens: Int[Tensor, "row 1"]) -> Int[Tensor, "row"]:
+        return engine.greedy(tokens)[:, 0]
+
+    queue = _Queue(
+        prompts_of(target, prompts), max_new_tokens, target.stop_ids, on_complete, should_stop, abandon
+    )
+    return queue.run(target, batch_size, engines, step, lambda scores: scores.max(dim=-1).indices)
+
+
+def generate_sampled(
+    target: Target,
+    prompts: Iterable[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    batch_size: int,
+    generator: torch.Generator,
+    temperature: float = 1.0,
+    top_p: float = 0.95,
+    top_k: int = 256,
+    abandon: Callable[[Sequence[int]], bool] | None = None,
+    engines: Engines | None = None,
+) -> list[Completion]:
+    """As `generate_greedy`, but every token is drawn from the nucleus of mass `top_p` among the `top_k` likeliest."""
+    if temperature <= 0 or not 0 < top_p <= 1 or top_k < 1:
+        raise UsageError(
+            f"sampling was given temperature {temperature}, top_p {top_p}, top_k {top_k}; use temperature > 0, "
+            "0 < top_p <= 1 and top_k >= 1, or generate_greedy for temperature 0"
+        )
+
+    def choose(scores: Float[Tensor, "row vocab"]) -> Int[Tensor, "row"]:
+        return sample_nucleus(scores, generator, temperature=temperature, top_p=top_p, top_k=top_k)
+
+    def step(engine: TargetEngine, tokens: Int[Tensor, "row 1"]) -> Int[Tensor, "row"]:
+        return choose(engine.forward(tokens)[:, 0])
+
+    queue = _Queue(prompts_of(target, prompts), max_new_tokens, target.stop_ids, None, None, abandon)
+    return queue.run(target, batch_size, engines, step, choose)
+
+
+def sample_nucleus(
+    logits: Float[Tensor, "row vocab"],
+    generator: torch.Generator,
+    *,
+    temperature: float,
+    top_p: float,
+    top_k: int,
+) -> Int[Tensor, "row"]:
+    """Draw one token per row from the smallest set of the `top_k` likeliest tokens that holds mass `top_p`."""
+    best, ids = logits.float().div(temperature).topk(min(top_k, logits.shape[-1]), dim=-1)
+    p = best.softmax(-1)
+    p = p.masked_fill(p.cumsum(-1) - p >= top_p, 0.0)
+    return ids.gather(1, torch.multinomial(p, 1, generator=generator))[:, 0]
 
 
 @dataclass
-class _Row:
-    """A sequence being written: which prompt it answers, its tokens so far and how many are cached."""
+class _Flight:
+    """A prompt being answered."""
 
     index: int
-    prompt: Sequence[int]
     response: list[int] = field(default_factory=list)
 
-    @property
-    def cached(self) -> int:
-        return len(self.prompt) + len(self.response) - 1
 
+@dataclass
+class _Queue:
+    """Prompts that wait, those in flight, and the completions of the rest."""
 
-def _ordered(prompts: Sequence[Sequence[int]], batch: int) -> list[int]:
-    """Prompt indices sorted by length inside windows, up and down in turn, so that neighbours are alike."""
-    window = SORT_WINDOW * batch
-    order: list[int] = []
-    for turn, start in enumerate(range(0, len(prompts), window)):
-        part = range(start, min(start + window, len(prompts)))
-        order += sorted(part, key=lambda i: len(prompts[i]), reverse=turn % 2 == 1)
-    return order
+    prompts: list[list[int]]
+    limit: int
+    stops: Sequence[int]
+    on_complete: Callable[[int, Completion], None] | None
+    should_stop: Callable[[], bool] | None
+    abandon: Callable[[Sequence[int]], bool] | None
 
-
-def common_prefix(prompts: Sequence[Sequence[int]]) -> Sequence[int]:
-    """What all prompts begin with, short of the last token of any."""
-    first, last = (
-        min(prompts, key=tuple),
-        max(prompts, key=tuple),
-    )  # in dictionary order: what these two share, all share
-    limit = min(map(len, prompts)) - 1
-    same = 0
-    while same < limit and first[same] == last[same]:
-        same += 1
-    return first[:same]
-
-
-class Batch:
-    """The rows in flight and the queue behind them."""
-
-    def __init__(
+    def run(
         self,
         target: Target,
-        prompts: Sequence[Sequence[int]],
-        rules: Rules,
         rows: int,
-    ) -> None:
-        self.prompts, self.rules = prompts, rules
-        self.stop_ids = frozenset(target.stop_ids)
-        self.queue = _ordered(prompts, rows)[::-1]
-        self.rows: list[_Row | None] = [None] * rows
-        self.refill_at = max(1, rows // 16)
-        self.steps = 0
-        self.finished: list[tuple[int, Completion]] = []
-        capacity = max(len(p) for p in prompts) + rules.max_new_tokens
-        self.decoder = LeanDecoder(target.model, rows=rows, capacity=capacity)
-        self.decoder.share_prefix(common_prefix(prompts))
+        engines: Engines | None,
+        step: Callable[[TargetEngine, Tensor], Int[Tensor, "row"]],
+        choose: Callable[[Float[Tensor, "row vocab"]], Int[Tensor, "row"]],
+    ) -> list[Completion]:
+        """Answer all prompts, at most `rows` at once."""
+        if rows < 1:
+            raise UsageError(f"batch_size is {rows}; give 1 or more")
+        check(target, None, self.prompts, self.limit, None, GREEDY, None)
+        if not self.prompts:
+            return []
+        self.done: dict[int, Completion] = {}
+        waiting, flights = deque(range(len(self.prompts))), list[_Flight]()
+        rows = min(rows, len(self.prompts))
+        engine = self._open(target, engines, rows)
+        with torch.inference_mode():
+            while True:
+                if self.should_stop is not None and self.should_stop():
+                    waiting.clear()
+                if waiting and len(flights) < (rows if engine.admits else 1):
+                    new = [_Flight(waiting.popleft()) for _ in range(min(rows - len(flights), len(waiting)))]
+                    flights += new
+                    chosen = choose(engine.prefill([self.prompts[flight.index] for flight in new]))
+                elif flights:
+                    new = flights
+                    last = [[flight.response[-1]] for flight in flights]
+                    chosen = step(engine, torch.tensor(last, device=target.device))
+                    engine.commit([1] * len(flights))
+                else:
+                    return [self.done[index] for index in sorted(self.done)]
+                for flight, token in zip(new, chosen.tolist(), strict=True):
+                    flight.response.append(token)
+                left = [row for row, flight in enumerate(flights) if not self._finished(flight)]
+                if len(left) < len(flights):
+                    flights = [flights[row] for row in left]
+                    engine.select(left)
 
-    def advance(self, *, stopped: bool) -> bool:
-        """Refill or decode one token of every row; false once nothing is left to do."""
-        if stopped:
-            self.queue.clear()
-        free = [r for r, row in enumerate(self.rows) if row is None]
-        if self.queue and (len(free) >= self.refill_at or len(free) == len(self.rows)):
-            self._refill(free)
-            return True
-        if len(free) == len(self.rows):
+    def _open(self, target: Target, engines: Engines | None, rows: int) -> TargetEngine:
+        capacity = max(map(len, self.prompts)) + self.limit
+        given = engines or (FastCpu(target.dtype) if target.device.type == "cpu" else REFERENCE)
+        try:
+            return given.open_target(target, taps=(), rows=rows, capacity=capacity, width=1)
+        except UsageError:
+            if engines is not None:
+                raise
+            return REFERENCE.open_target(target, taps=(), rows=rows, capacity=capacity, width=1)
+
+    def _finished(self, flight: _Flight) -> bool:
+        response = flight.response
+        if response[-1] in self.stops:
+            finish: Literal["stop", "length", "abandoned"] = "stop"
+        elif len(response) == self.limit:
+            finish = "length"
+        elif self.abandon is not None and len(response) % ABANDON_STEPS == 0 and self.abandon(response):
+            finish = "abandoned"
+        else:
             return False
-        self._tidy(len(free))
-        self._step()
+        completion = Completion(tuple(self.prompts[flight.index]), tuple(response), finish)
+        self.done[flight.index] = completion
+        if self.on_complete is not None:
+            self.on_complete(flight.index, completion)
         return True
-
-    def take_finished(self) -> list[tuple[int, Completion]]:
-        """The completions finished since the last call."""
-        taken, self.finished = self.finished, []
-        return taken
-
-    def _refill(self, free: list[int]) -> None:
-        chosen: list[int] = []
-        tokens = 0
-        while self.queue and len(chosen) < len(free) and tokens <= PREFILL_TOKENS:
-            chosen.append(self.queue.pop())
-            tokens += len(self.prompts[chosen[-1]])
-        slots = free[: len(chosen)]
-        logits = self.decoder.prefill(slots, [self.prompts[i] for i in chosen])
-        for slot, index, token in zip(slots, chosen, self.rules.choose(logits).tolist(), strict=True):
-            self.rows[slot] = _Row(index, self.prompts[index])
-            self._append(slot, token)
-
-    def _step(self) -> None:
-        last = [0 if row is None else row.response[-1] for row in self.rows]
-        lengths = [0 if row is None else row.cached for row in self.rows]
-        tokens = torch.tensor(last, device=self.decoder.embedding.device)
-        for slot, token in enumerate(self.rules.choose(self.decoder.step(tokens, lengths)).tolist()):
-            if self.rows[slot] is not None:
-                self._append(slot, token)
-        self.steps += 1
-
-    def _append(self, slot: int, token: int) -> None:
-        row = self.rows[slot]
-        assert row is not None
-        row.response.append(token)
-        finish = self._finish(row.response)
-        if finish is not None:
-            self.finished.append((row.index, Completion(tuple(row.prompt), tuple(row.response), finish)))
-            self.rows[slot] = None
-
-    def _finish(self, response: list[int]) -> Literal["stop", "length", "abandoned"] | None:
-        if response[-1] in self.stop_ids:
-            return "stop"
-        if len(response) == self.rules.max_new_tokens:
-            return "length"
-        given_up = (
-            self.rules.abandon is not None
-            and len(response) % ABANDON_STEPS == 0
-            and self.rules.abandon(response)
-        )
-        return "abandoned" if given_up else None
-
-    def _tidy(self, free: int) -> None:
-        """Keep rows in order of length; drop free rows for good once no prompt waits for them."""
-        shrink = not self.queue and free * 4 >= len(self.rows)
-        if not shrink and (self.steps % RESORT_STEPS or len(self.rows) < RESORT_STEPS):
-            return
-        order = [r for r, row in enumerate(self.rows) if row is not None]
-        order.sort(key=lambda r: self.rows[r].cached)  # type: ignore[union-attr]
-        longest = self.rows[order[-1]].cached  # type: ignore[union-attr]
-        self.decoder.select(order, longest)
-        spare = 0 if shrink else len(self.rows) - len(order)
-        self.rows = [self.rows[r] for r in order] + [None] * spare

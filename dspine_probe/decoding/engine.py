@@ -1,9 +1,9 @@
 """What the decoding loop asks of whatever computes: two protocols, and the proposal that passes between them.
 
-`generate` knows rounds, stops and randomness; it never touches a weight. A `TargetEngine` reads tokens at the end of
-every row and takes back what was not kept; a `DraftEngine` grows its context by the target's tapped states and proposes
-blocks. `Engines` opens both: `reference.REFERENCE` for any device and dtype, and faster ones beside it. Nothing random
-happens in an engine: uniform numbers are handed in, so a row draws the same whatever its neighbours do.
+`generate` knows rounds, stops and randomness; it never touches a weight. A `TargetEngine` runs forward over tokens at
+the end of every row and commits those that are kept; a `DraftEngine` extends its context by the target's tapped states
+and proposes blocks. `Engines` opens both; `engines` lists those there are. Nothing random happens in an engine: uniform
+numbers are handed in, so a row draws the same whatever its neighbours do.
 
 Rows are sequences in flight, numbered from 0. They may have any lengths; a finished one is dropped by `select`.
 """
@@ -11,60 +11,55 @@ Rows are sequences in flight, numbered from 0. They may have any lengths; a fini
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from dspine_probe.drafts import Draft
+from dspine_probe.drafts.proposal import Candidates, Proposal
+from dspine_probe.errors import UsageError
+from dspine_probe.sampling import pick, tempered
 from dspine_probe.target import Target
 
-
-@dataclass(frozen=True)
-class Candidates:
-    """The distribution a slot's token was drawn from; a token that is not listed had no chance.
-
-    ids: token ids, each at most once in a slot (may be an expanded view).
-    probs: their probabilities, summing to 1.
-    """
-
-    ids: Int[Tensor, "row draft_slot candidate"]
-    probs: Float[Tensor, "row draft_slot candidate"]
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """Tokens for slots 1…T of every row, and what each was drawn from given the slots before it.
-
-    `q` is None when the draft chose its tokens without chance: they are then verified as certain.
-    """
-
-    tokens: Int[Tensor, "row draft_slot"]
-    q: Candidates | None = None
+__all__ = [
+    "Candidates",
+    "DraftEngine",
+    "Engines",
+    "Proposal",
+    "TargetEngine",
+    "check_width",
+    "draw_marginals",
+]
 
 
 class TargetEngine(Protocol):
-    """The target with a cache of its own for every row. Scores and tokens stay on its device."""
+    """The target with a cache of its own for every row. Scores and tokens stay on its device.
 
-    def start(self, prompts: Sequence[Sequence[int]]) -> Float[Tensor, "row vocab"]:
-        """Read whole prompts into empty rows, one each, and keep them; scores after each prompt's last token.
+    admits: whether `prefill` may be called while rows are in flight; the new ones are then numbered behind those.
+    """
+
+    admits: bool
+
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> Float[Tensor, "row vocab"]:
+        """Run whole prompts into empty rows, one each, and commit them; scores after each prompt's last token.
 
         `taps` then hold the prompts' states, padded on the right to the longest.
         """
 
-    def read(self, tokens: Int[Tensor, "row width"]) -> Float[Tensor, "row width vocab"]:
+    def forward(self, tokens: Int[Tensor, "row width"]) -> Float[Tensor, "row width vocab"]:
         """Append tokens at every row's own end, provisionally; scores after each of them."""
 
     def greedy(self, tokens: Int[Tensor, "row width"]) -> Int[Tensor, "row width"]:
-        """As `read`, but only the likeliest token after each (the lowest id of equals); scores need not be formed."""
+        """As `forward`, but only the likeliest token after each (the lowest id of equals); no scores need be formed."""
 
     @property
     def taps(self) -> Float[Tensor, "row width taps_d_model"]:
-        """Tapped states of the tokens of the last `start`, `read` or `greedy`, side by side in the order asked for."""
+        """Tapped states of the last `prefill`, `forward` or `greedy`, side by side in the order asked for."""
 
-    def keep(self, counts: Sequence[int]) -> None:
-        """Keep the first `counts[r]` tokens of the last `read` or `greedy` in row r and forget those behind them."""
+    def commit(self, counts: Sequence[int]) -> None:
+        """Commit the first `counts[r]` tokens of the last `forward` or `greedy` in row r and forget the others."""
 
     def select(self, rows: Sequence[int]) -> None:
         """Go on with these rows alone (ascending), renumbered from 0; `taps` are void until the next pass."""
@@ -114,7 +109,7 @@ class Engines(Protocol):
             taps: layers whose states the draft wants; empty for plain decoding.
             rows: most rows at once.
             capacity: most tokens of a row.
-            width: tokens per `read`: 1 in plain decoding, else the anchor and its block.
+            width: tokens per `forward`: 1 in plain decoding, else the anchor and its block.
 
         Raises:
             UsageError: this engine cannot run that target.
@@ -123,6 +118,37 @@ class Engines(Protocol):
     def open_draft(self, draft: Draft, *, rows: int, capacity: int, width: int) -> DraftEngine:
         """An engine for blocks of `width` slots, the anchor's included, over up to `capacity` context positions.
 
+        It begins with `rows` rows whose context is empty.
+
         Raises:
             UsageError: this engine cannot run that draft, or the block is wider than it was trained with.
         """
+
+
+def draw_marginals(
+    draft: Draft,
+    scores: Float[Tensor, "row draft_slot draft_vocab"],
+    temperature: float,
+    noise: Float[Tensor, "row draft_slot"],
+) -> Proposal:
+    """Every slot's token drawn from its own scores, for drafts whose slots do not depend on each other."""
+    probs = tempered(scores, temperature)
+    every = draft.to_tokens(torch.arange(probs.shape[-1], device=probs.device))
+    return Proposal(every[pick(probs, noise)], Candidates(every.expand_as(probs), probs))
+
+
+def check_width(draft: Draft, width: int) -> None:
+    """Refuse a block without draft slots, or with more slots than the draft was trained with.
+
+    Raises:
+        UsageError: naming both numbers.
+    """
+    if width < 2:
+        raise UsageError(
+            f"a block of {width} slots drafts nothing; give 2 or more, the anchor's slot included"
+        )
+    if width > draft.config.block_size:
+        raise UsageError(
+            f"a block of {width} slots is wider than the {draft.config.block_size} this draft was trained with; "
+            "give no more than those"
+        )

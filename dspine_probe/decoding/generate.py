@@ -1,9 +1,10 @@
 """Speculative decoding, round by round, for every draft and any number of prompts at once.
 
-A round drafts a block after the last committed token of every row (the anchor) and verifies it in one pass of the
-target, which also yields the states the draft's context grows by. What the target confirms is kept, with one token of
-its own behind it, so the answer is that of plain decoding: token for token if greedy (in fp32), in law if sampled.
-Without a draft the same loop decodes plainly. The prefill gives the first token; rounds are counted after it.
+A round drafts a block after the last committed token of every row (the anchor) and verifies it in one forward pass of
+the target, which also yields the states that extend the draft's context. What the target accepts is committed, with one
+token of its own behind it, so the answer is that of plain decoding: token for token if greedy (in fp32), in
+distribution if sampled. Without a draft the same loop decodes plainly. The prefill gives the first token; rounds are
+counted after it. Nothing here is recorded for gradients: to train on states, run the draft itself (`HookedDraft`).
 
 Entry points: `generate` for one prompt, `generate_batch` for several side by side. The arithmetic is in an engine
 (`engine.Engines`), acceptance in `verify`.
@@ -19,13 +20,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dspine_probe.decoding.clock import Clock
-from dspine_probe.decoding.engine import Engines, Proposal
+from dspine_probe.decoding.engine import Engines
 from dspine_probe.decoding.generation import Generation, Round
 from dspine_probe.decoding.reference import REFERENCE
-from dspine_probe.decoding.requests import check
+from dspine_probe.decoding.requests import check, prompts_of
 from dspine_probe.decoding.rows import Row
 from dspine_probe.decoding.verify import Verdict, target_probs, verify_greedy, verify_sampled
 from dspine_probe.drafts import Draft
+from dspine_probe.drafts.proposal import Proposal
 from dspine_probe.errors import ProbeError
 from dspine_probe.sampling import GREEDY, Sampling, pick
 from dspine_probe.target import Target
@@ -51,17 +53,18 @@ def generate(
     Args:
         target: the model whose answer is written.
         draft: what proposes tokens; None decodes one token a round.
-        prompt_ids: token ids of the prompt.
+        prompt_ids: token ids of the prompt: a flat list, tensor or array.
         max_new_tokens: most tokens of the answer, the stop id included.
         width: slots per block, the anchor's included; by default the width the draft was trained with.
         stop_ids: ids that end the answer; by default the target's.
         sampling: how tokens are drawn; greedy by default.
-        generator: source of chance, needed unless greedy.
+        generator: random generator, needed unless greedy.
         on_tokens: called with the tokens of the prefill and of every round as soon as they are final.
         engines: what computes.
 
     Raises:
-        UsageError: the prompt is empty or does not fit the context, or the block is wider than trained.
+        UsageError: the prompt is empty, holds ids that the target lacks or does not fit its context, the block is
+            wider than trained, or the engine cannot run these models.
         ProbeError: the GPU ran out of memory; tokens already streamed are no answer.
     """
     stream = None if on_tokens is None else lambda _row, tokens: on_tokens(tokens)
@@ -79,7 +82,7 @@ def generate(
     )[0]
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def generate_batch(
     target: Target,
     draft: Draft | None,
@@ -104,13 +107,14 @@ def generate_batch(
     Returns:
         One answer per prompt, in order.
     """
-    width = check(target, draft, prompts, max_new_tokens, width, sampling, generators)
-    if not prompts:
+    listed = prompts_of(target, prompts)
+    width = check(target, draft, listed, max_new_tokens, width, sampling, generators)
+    if not listed:
         return []
     stops = frozenset(target.stop_ids if stop_ids is None else stop_ids)
     rows = [
         Row(index, prompt, generator, stops, max_new_tokens, on_tokens)
-        for index, (prompt, generator) in enumerate(zip(prompts, generators or repeat(None), strict=False))
+        for index, (prompt, generator) in enumerate(zip(listed, generators or repeat(None), strict=False))
     ]
     try:
         batch = _Batch(target, draft, rows, width, sampling, engines)
@@ -118,7 +122,7 @@ def generate_batch(
         return [row.generation(batch.clock) for row in rows]
     except torch.OutOfMemoryError as error:
         raise ProbeError(
-            f"the GPU ran out of memory while decoding {len(prompts)} prompts of up to {max(map(len, prompts))} "
+            f"the GPU ran out of memory while decoding {len(listed)} prompts of up to {max(map(len, listed))} "
             f"tokens side by side, with up to {max_new_tokens} new ones; give fewer at once or lower max_new_tokens"
         ) from error
 
@@ -151,7 +155,7 @@ class _Batch:
             self._round()
 
     def _prefill(self) -> None:
-        scores = self.target.start([row.prompt for row in self.rows])
+        scores = self.target.prefill([row.prompt for row in self.rows])
         if self.sampling.greedy:
             self.anchors = scores.max(dim=-1).indices
         else:
@@ -167,15 +171,15 @@ class _Batch:
         proposal = self._propose(None if noise is None else noise[:, : self.slots])
         verdict = self._verify(proposal, None if noise is None else noise[:, self.slots :])
         # One fetch: the round's only wait for the device.
-        fetched = [proposal.tokens, verdict.accepted[:, None], verdict.following[:, None]]
+        fetched = [proposal.tokens, verdict.accepted[:, None], verdict.bonus_token[:, None]]
         results = torch.cat(fetched, dim=1).tolist()
         self.clock.mark("verify")
         kept = [
-            row.finish_round(drafted, accepted, following)
-            for row, (*drafted, accepted, following) in zip(self.rows, results, strict=True)
+            row.finish_round(drafted, accepted, bonus)
+            for row, (*drafted, accepted, bonus) in zip(self.rows, results, strict=True)
         ]
-        self.target.keep(kept)
-        self.anchors = verdict.following
+        self.target.commit(kept)
+        self.anchors = verdict.bonus_token
         self._advance(kept)
 
     def _propose(self, noise: Float[Tensor, "row draft_slot"] | None) -> Proposal:
@@ -195,26 +199,29 @@ class _Batch:
         block = torch.cat([self.anchors[:, None], proposal.tokens], dim=1)
         if noise is None:
             return verify_greedy(proposal.tokens, self.target.greedy(block))
-        return verify_sampled(proposal, self.target.read(block), self.sampling, noise)
+        return verify_sampled(proposal, self.target.forward(block), self.sampling, noise)
 
     def _advance(self, kept: Sequence[int]) -> None:
-        """Hand the states of kept tokens to the draft, and let finished rows go."""
+        """Let finished rows go, and extend the context of the others by the states of their kept tokens."""
         self.clock.mark("bookkeeping")
         alive = [number for number, row in enumerate(self.rows) if not row.done]
         for row in self.rows:
             row.marks = len(self.clock.parts)
-        if alive and self.draft is not None:
-            self.draft.extend(self.target.taps, kept)
-            self.clock.mark("draft")
-        if len(alive) == len(self.rows):
-            return
-        self.rows = [self.rows[number] for number in alive]
-        if alive:
+        taps = None if self.draft is None else self.target.taps
+        if len(alive) < len(self.rows):
+            self.rows = [self.rows[number] for number in alive]
+            if not alive:
+                return
+            kept = [kept[number] for number in alive]
+            taps = None if taps is None else taps[alive]
             self.anchors = self.anchors[alive]
             self.target.select(alive)
             if self.draft is not None:
                 self.draft.select(alive)
             self.clock.mark("bookkeeping")
+        if self.draft is not None and taps is not None:
+            self.draft.extend(taps, kept)
+            self.clock.mark("draft")
 
     def _noise(self, count: int) -> Float[Tensor, "row number"]:
         """Uniform numbers, each row's from its own generator."""

@@ -4,8 +4,8 @@ A `FixedStep` owns the buffers its function reads. A caller hands in values, whi
 function's outputs; after a capture these are the same tensors every time, overwritten by the next call. Nothing in a
 step waits for the device, so a round of several steps has one wait, where its result is fetched.
 
-A captured or fused pass runs past hooks. `refuse_hooked` refuses modules that have any, and `frozen` marks a module, as
-captured modules are marked by torch, so that `HookedDraft` refuses it in turn. Entry points: `FixedStep`, `capturing`.
+A captured pass runs past hooks. `frozen` marks a module, as captured modules are marked by torch, so that `HookedDraft`
+refuses it. Entry points: `FixedStep`, `capturing`.
 """
 
 from __future__ import annotations
@@ -123,20 +123,6 @@ class FixedStep:
             raise
         except RuntimeError as error:  # an operation that a graph cannot hold
             self.reason = f"the capture failed: {str(error).splitlines()[0]}"
-
-
-def refuse_hooked(module: nn.Module, name: str) -> None:
-    """Refuse a module that has hooks.
-
-    Raises:
-        UsageError: naming the part that a fused or captured pass would run past.
-    """
-    for path, part in module.named_modules():
-        if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
-            raise UsageError(
-                f"a hook is set on {path or 'the module'} of {name}, and a fused or captured pass would run past it; "
-                "remove the hook, or decode with the reference engines"
-            )
 
 
 def frozen(module: nn.Module, owner: object) -> None:

@@ -1,9 +1,9 @@
 """Rounds of greedy speculative decoding, read off an answer that is already known.
 
 Under greedy decoding a draft cannot change the answer, only how many rounds it takes. So with the target's greedy
-answer and its tapped states at hand, decoding is a walk: draft at the anchor, count the leading slots that the answer
-confirms, move on by that count plus one. No target pass is needed, and many answers walk side by side. The rounds are
-those of `generate`, one for one (in exact arithmetic). Entry points: `walk`, `Rounds`.
+answer and its tapped states at hand, its rounds can be simulated: draft at the anchor, count the leading slots that the
+answer confirms, move on by that count plus one. No target pass is needed, and many answers are simulated side by side.
+The rounds are those of `generate`, one for one (in exact arithmetic). Entry points: `simulate_rounds`, `Rounds`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from dspine_probe.decoding.generation import Generation
+from dspine_probe.decoding.requests import check_draft, token_ids
 from dspine_probe.drafts import Draft
+from dspine_probe.errors import UsageError
 
 
 class Answer(Protocol):
@@ -75,13 +77,13 @@ class Rounds:
         return tuple(min(kept + 1, left) for kept, left in zip(self.accepted, self.left, strict=True))
 
 
-@torch.inference_mode()
-def walk(
+@torch.no_grad()
+def simulate_rounds(
     draft: Draft,
     answers: Sequence[Answer],
     *,
     width: int | None = None,
-    shown: Sequence[Int[Tensor, "n"]] | None = None,
+    anchor_override: Sequence[Int[Tensor, "n"]] | None = None,
     batch_size: int = 32,
     on_rounds: Callable[[int], None] | None = None,
 ) -> list[Rounds]:
@@ -91,31 +93,40 @@ def walk(
         draft: any draft; states are cast to its dtype.
         answers: sequences in any order; one without a second answer token has no round.
         width: slots per block, the anchor's included; by default the width the draft was trained with.
-        shown: tokens that the draft is shown in place of each answer's own when they are anchors, as many as the
-            answer has. What is kept and what the context holds stay true, so only the number of rounds changes.
-        batch_size: answers walked side by side.
+        anchor_override: tokens that the draft is given in place of each answer's own when they are anchors, as many
+            as the answer has. What is kept and what the context holds stay true, so only the number of rounds changes.
+        batch_size: answers simulated side by side.
         on_rounds: called with the number of answers that are finished after every batch.
+
+    Raises:
+        UsageError: a token id outside the vocabulary, overrides that do not fit their answers, or a bad width.
     """
+    check_draft(draft, draft.config.block_size if width is None else width)
+    overrides = [None] * len(answers) if anchor_override is None else anchor_override
+    for number, (answer, override) in enumerate(zip(answers, overrides, strict=True)):
+        _check_answer(f"answer {number}", answer, override, draft.config.vocab_size)
     by_length = sorted(range(len(answers)), key=lambda i: len(answers[i].tokens) - answers[i].prompt_length)
     found: dict[int, Rounds] = {}
     for start in range(0, len(by_length), batch_size):
         part = by_length[start : start + batch_size]
-        anchors = None if shown is None else [shown[i] for i in part]
-        walked = _walk_batch(draft, [answers[i] for i in part], anchors, width)
-        found.update(zip(part, walked, strict=True))
+        anchors = None if anchor_override is None else [anchor_override[i] for i in part]
+        simulated = _simulate_batch(draft, [answers[i] for i in part], anchors, width)
+        found.update(zip(part, simulated, strict=True))
         if on_rounds is not None:
             on_rounds(len(found))
     return [found[i] for i in range(len(answers))]
 
 
-def _walk_batch(
-    draft: Draft, answers: Sequence[Answer], shown: Sequence[Tensor] | None, width: int | None
+def _simulate_batch(
+    draft: Draft, answers: Sequence[Answer], anchor_override: Sequence[Tensor] | None, width: int | None
 ) -> list[Rounds]:
     weight, slots = draft.fc.weight, (width or draft.config.block_size) - 1
     # Behind an answer stands a token that no draft proposes.
     tokens = pad_sequence([answer.tokens.long() for answer in answers], batch_first=True, padding_value=-1)
     tokens = F.pad(tokens, (0, slots), value=-1).to(weight.device)
-    seen = tokens if shown is None else pad_sequence(list(shown), batch_first=True).to(weight.device)
+    seen = tokens
+    if anchor_override is not None:
+        seen = pad_sequence(list(anchor_override), batch_first=True).to(weight.device)
     taps = pad_sequence([answer.taps for answer in answers], batch_first=True)
     context = draft.encode_context(taps.to(weight.device, weight.dtype))
     last = torch.tensor([len(answer.tokens) - 1 for answer in answers], device=weight.device)
@@ -141,3 +152,13 @@ def _walk_batch(
         Rounds(tuple(a for a, _ in done), tuple(k for _, k in done), len(answer.tokens), slots if done else 0)
         for answer, done in zip(answers, steps, strict=True)
     ]
+
+
+def _check_answer(name: str, answer: Answer, override: Tensor | None, vocab_size: int) -> None:
+    size = len(token_ids(name, answer.tokens, vocab_size))
+    given = size if override is None else len(token_ids(f"the override of {name}", override, vocab_size))
+    if given != size or len(answer.taps) != size:
+        raise UsageError(
+            f"{name} has {size} tokens, states at {len(answer.taps)} positions and {given} tokens to stand in as "
+            "anchors; give one of each for every position"
+        )

@@ -1,4 +1,4 @@
-"""The reference engines: the target as transformers runs it and the draft's own modules, over caches allocated once.
+"""The reference engine: the target as transformers runs it and the draft's own modules, over caches allocated once.
 
 Each row writes at its own end; rolling back means forgetting a length. What lies behind a row's end is stale and
 masked. Any device, dtype, batch and hook; nothing here is fast on purpose. Entry point: `REFERENCE`.
@@ -15,15 +15,14 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from dspine_probe.decoding.cache import RowCache
-from dspine_probe.decoding.engine import Candidates, Proposal
-from dspine_probe.drafts import Context, Draft, DSpine
+from dspine_probe.drafts import Context, Draft
+from dspine_probe.drafts.proposal import Proposal
 from dspine_probe.errors import UsageError
-from dspine_probe.sampling import pick, tempered
 from dspine_probe.target import Target
 
 
 class ReferenceEngines:
-    """Opens reference engines; there is nothing to prepare and nothing is kept between calls."""
+    """Opens the reference engine; there is nothing to prepare and nothing is kept between calls."""
 
     @property
     def about(self) -> dict[str, Any]:
@@ -47,6 +46,8 @@ REFERENCE = ReferenceEngines()
 class ReferenceTarget:
     """A target in transformers. In a pass it stands in for their cache, of which a layer asks nothing but `update`."""
 
+    admits = False
+
     def __init__(self, target: Target, taps: Sequence[int], rows: int, capacity: int) -> None:
         if "sliding_attention" in (getattr(target.config, "layer_types", None) or ()):
             raise UsageError(
@@ -59,33 +60,35 @@ class ReferenceTarget:
         self.at = torch.empty(0, 0, dtype=torch.long)
         self.caught: dict[int, Tensor] = {}
 
-    def start(self, prompts: Sequence[Sequence[int]]) -> Float[Tensor, "row vocab"]:
-        """See `TargetEngine.start`."""
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> Float[Tensor, "row vocab"]:
+        """See `TargetEngine.prefill`."""
         counts = [len(prompt) for prompt in prompts]
-        ids = torch.zeros(len(prompts), max(counts), dtype=torch.long)
+        ids = torch.zeros(len(prompts), max(counts), dtype=torch.long, device="cpu")
         for row, prompt in enumerate(prompts):
-            ids[row, : len(prompt)] = torch.tensor(prompt)
+            ids[row, : len(prompt)] = torch.tensor(prompt, dtype=torch.long, device="cpu")
         self.cache.lengths = [0] * len(prompts)
         final = self._pass(ids.to(self.target.device))
-        self.keep(counts)
+        self.commit(counts)
         last = torch.tensor(counts, device=final.device) - 1
         return self.target.logits(final[torch.arange(len(prompts), device=final.device), last])
 
-    def read(self, tokens: Int[Tensor, "row width"]) -> Float[Tensor, "row width vocab"]:
-        """See `TargetEngine.read`."""
+    def forward(self, tokens: Int[Tensor, "row width"]) -> Float[Tensor, "row width vocab"]:
+        """See `TargetEngine.forward`."""
         return self.target.logits(self._pass(tokens))
 
     def greedy(self, tokens: Int[Tensor, "row width"]) -> Int[Tensor, "row width"]:
         """See `TargetEngine.greedy`."""
-        return self.read(tokens).max(dim=-1).indices  # on CPU several times faster than argmax, same result
+        return (
+            self.forward(tokens).max(dim=-1).indices
+        )  # on CPU several times faster than argmax, same result
 
     @property
     def taps(self) -> Float[Tensor, "row width taps_d_model"]:
         """See `TargetEngine.taps`."""
         return torch.cat([self.caught[layer] for layer in self.layers], dim=-1)
 
-    def keep(self, counts: Sequence[int]) -> None:
-        """See `TargetEngine.keep`."""
+    def commit(self, counts: Sequence[int]) -> None:
+        """See `TargetEngine.commit`."""
         self.cache.grow(counts)
 
     def select(self, rows: Sequence[int]) -> None:
@@ -134,11 +137,11 @@ class ReferenceDraft:
             config.head_dim,
             draft.fc.weight,
         )
+        self.cache.lengths = [0] * rows
 
     def extend(self, taps: Float[Tensor, "row width taps_d_model"], counts: Sequence[int]) -> None:
         """See `DraftEngine.extend`."""
         like = self.draft.fc.weight
-        self.cache.lengths = self.cache.lengths or [0] * len(counts)
         at = self.cache.next(taps.shape[1])
         new = self.draft.encode_context(taps.to(like.device, like.dtype), start=at[:, 0])
         for layer, (keys, values) in enumerate(zip(new.keys, new.values, strict=True)):
@@ -162,26 +165,8 @@ class ReferenceDraft:
         with _after(self.draft.ln_final, on_trunk):
             if noise is None:
                 return Proposal(self.draft.draft_greedy(context, tokens, anchors, width=self.width))
-            if isinstance(self.draft, DSpine):
-                return self._walk(self.draft, context, tokens, anchors, temperature, noise)
             states = self.draft.run(context, tokens, anchors, width=self.width)
-            probs = tempered(self.draft.logits(states.hidden[:, 1:]), temperature)
-        every = self.draft.to_tokens(torch.arange(probs.shape[-1], device=probs.device))
-        return Proposal(every[pick(probs, noise)], Candidates(every.expand_as(probs), probs))
-
-    def _walk(
-        self,
-        draft: DSpine,
-        context: Context,
-        tokens: Tensor,
-        anchors: Tensor,
-        temperature: float,
-        noise: Tensor,
-    ) -> Proposal:
-        states = draft.run(context, tokens, anchors, width=self.width)
-        table = draft.transition_cache(states, tokens)
-        drawn, probs = table.walk_sampled(temperature, noise)
-        return Proposal(drawn, Candidates(table.candidates, probs))
+        return self.draft.propose(states, tokens, temperature=temperature, noise=noise)
 
     def select(self, rows: Sequence[int]) -> None:
         """See `DraftEngine.select`."""

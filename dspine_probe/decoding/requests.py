@@ -1,11 +1,15 @@
-"""Requests that decoding refuses before anything is computed."""
+"""Requests that decoding refuses before anything is computed, and prompts brought into one form."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
+from dspine_probe.decoding.engine import check_width
 from dspine_probe.drafts import Draft
 from dspine_probe.errors import UsageError
 from dspine_probe.sampling import Sampling
@@ -15,7 +19,7 @@ from dspine_probe.target import Target
 def check(
     target: Target,
     draft: Draft | None,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[list[int]],
     max_new_tokens: int,
     width: int | None,
     sampling: Sampling,
@@ -26,12 +30,8 @@ def check(
     Raises:
         UsageError: what was given, what is allowed, what to do instead.
     """
-    if max_new_tokens < 1:
-        raise UsageError(f"max_new_tokens is {max_new_tokens}; give 1 or more")
-    for index, prompt in enumerate(prompts):
-        _check_prompt(
-            target, "the prompt" if len(prompts) == 1 else f"prompt {index}", prompt, max_new_tokens
-        )
+    refuse_forked()
+    check_lengths(target, prompts, max_new_tokens)
     if not sampling.greedy and (generators is None or len(generators) != len(prompts)):
         raise UsageError(
             f"sampling {len(prompts)} prompts was given {len(generators or ())} generators; "
@@ -39,37 +39,102 @@ def check(
         )
     if draft is None:
         return 1
-    _check_candidates(draft)
-    return _check_width(draft, draft.config.block_size if width is None else width)
-
-
-def _check_prompt(target: Target, name: str, prompt: Sequence[int], max_new_tokens: int) -> None:
-    if not prompt:
-        raise UsageError(f"{name} is empty; give at least one token")
-    if len(prompt) + max_new_tokens > target.max_positions:
-        raise UsageError(
-            f"{name} has {len(prompt)} tokens and {max_new_tokens} new ones were asked for, but target "
-            f"{target.name!r} holds {target.max_positions}; shorten the prompt or lower max_new_tokens"
-        )
-
-
-def _check_width(draft: Draft, width: int) -> int:
-    if width < 2:
-        raise UsageError(
-            f"a block of {width} slots drafts nothing; give 2 or more, the anchor's slot included"
-        )
-    if width > draft.config.block_size:
-        raise UsageError(
-            f"a block of {width} slots is wider than the {draft.config.block_size} this draft was trained with; "
-            "give no more than those"
-        )
+    width = draft.config.block_size if width is None else width
+    check_draft(draft, width)
     return width
 
 
-def _check_candidates(draft: Draft) -> None:
-    size = len(draft.head)
-    if draft.config.dspine is not None and draft.config.dspine.top_k > size:
+def prompts_of(target: Target, prompts: Iterable[object]) -> list[list[int]]:
+    """Prompts as lists of token ids.
+
+    Raises:
+        UsageError: one is no sequence of the target's token ids.
+    """
+    if isinstance(prompts, str | bytes):
         raise UsageError(
-            f"the draft ranks {draft.config.dspine.top_k} candidates a slot but proposes only {size} tokens; "
+            "prompts are text; give one sequence of token ids each, as target.encode_chat makes them"
+        )
+    given = list(prompts)
+    alone = len(given) == 1
+    return [
+        token_ids("the prompt" if alone else f"prompt {index}", prompt, target.vocab_size)
+        for index, prompt in enumerate(given)
+    ]
+
+
+def token_ids(name: str, given: Any, vocab_size: int) -> list[int]:
+    """Token ids as plain numbers, from a flat list, tuple, tensor or array of whole numbers.
+
+    Raises:
+        UsageError: it is something else, or an id lies outside 0…vocab_size − 1.
+    """
+    if isinstance(given, str | bytes):
+        raise UsageError(f"{name} is text; give its token ids, as target.encode_chat makes them")
+    listed = given.tolist() if hasattr(given, "tolist") else given
+    try:
+        ids = [operator.index(one) for one in listed]
+    except TypeError as error:
+        raise UsageError(
+            f"{name} is no flat sequence of whole numbers ({type(given).__name__}: {error}); give its token ids"
+        ) from error
+    outside = next((one for one in ids if not 0 <= one < vocab_size), None)
+    if outside is not None:
+        raise UsageError(
+            f"{name} holds the token id {outside}, but the vocabulary has the ids 0…{vocab_size - 1}; "
+            "encode the text with this target's tokenizer"
+        )
+    return ids
+
+
+def check_lengths(target: Target, prompts: Sequence[list[int]], max_new_tokens: int) -> None:
+    """Refuse prompts that are empty or leave no room for their answers.
+
+    Raises:
+        UsageError: naming the prompt.
+    """
+    if max_new_tokens < 1:
+        raise UsageError(f"max_new_tokens is {max_new_tokens}; give 1 or more")
+    for index, prompt in enumerate(prompts):
+        name = "the prompt" if len(prompts) == 1 else f"prompt {index}"
+        if not prompt:
+            raise UsageError(f"{name} is empty; give at least one token")
+        if len(prompt) + max_new_tokens > target.max_positions:
+            raise UsageError(
+                f"{name} has {len(prompt)} tokens and {max_new_tokens} new ones were asked for, but target "
+                f"{target.name!r} holds {target.max_positions}; shorten the prompt or lower max_new_tokens"
+            )
+
+
+def check_draft(draft: Draft, width: int) -> None:
+    """Refuse blocks that this draft cannot fill.
+
+    Raises:
+        UsageError: they have too few or too many slots, or there are more candidates than tokens to propose.
+    """
+    check_width(draft, width)
+    size = len(draft.head)
+    if (draft.candidate_count or 0) > size:
+        raise UsageError(
+            f"the draft ranks {draft.candidate_count} candidates a slot but proposes only {size} tokens; "
             f"set top_k of its config to {size} or less"
         )
+
+
+_decoded_in: list[int] = []
+"""The process that first decoded with threads, or its parent if this process was forked from one that had."""
+
+
+def refuse_forked() -> None:
+    """Refuse to decode in a child forked from a process whose threads were at work: it would wait for them forever.
+
+    Raises:
+        UsageError: this is such a child, and it would use threads.
+    """
+    if torch.get_num_threads() == 1:
+        return
+    if _decoded_in and _decoded_in[0] != os.getpid():
+        raise UsageError(
+            "this process was forked from one that had decoded with several threads, and would wait for them "
+            "forever; start it with multiprocessing.get_context('spawn'), or call torch.set_num_threads(1) in it"
+        )
+    _decoded_in[:] = [os.getpid()]

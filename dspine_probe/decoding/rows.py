@@ -1,4 +1,4 @@
-"""A sequence being written: its tokens and rounds, where it ends, and whom it tells.
+"""A sequence being written: its tokens and rounds, where it ends, and who is called with them.
 
 Stops and the length limit are met here, inside a block as behind it; nothing here touches a tensor.
 """
@@ -47,10 +47,10 @@ class Row:
             self.on_tokens(self.index, added)
         return added
 
-    def finish_round(self, drafted: Sequence[int], accepted: int, following: int) -> int:
-        """Commit what a verdict left standing; how many tokens that is."""
+    def finish_round(self, drafted: Sequence[int], accepted: int, bonus_token: int) -> int:
+        """Commit the accepted tokens and the target's own; how many tokens that is."""
         anchor = len(self.prompt) + len(self.tokens) - 1
-        added = self.commit([*drafted[:accepted], following])
+        added = self.commit([*drafted[:accepted], bonus_token])
         self.rounds.append(Round(anchor, tuple(drafted), min(accepted, len(added)), added))
         return len(added)
 

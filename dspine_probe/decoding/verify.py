@@ -1,9 +1,9 @@
-"""Verification of drafted blocks: which proposals stand, and the target's own token behind them.
+"""Verification of drafted blocks: which proposals are accepted, and the target's own token behind them.
 
-Greedy: a proposal stands while it is the token the target would have written. Sampled: a proposal d drawn from q stands
-with probability min(1, p(d) / q(d)); the first that falls is replaced by a draw from the part of p that q left
-uncovered, and behind a whole block the target draws freely, so that every token comes with exactly the target's
-probability whatever the draft (speculative sampling, arXiv 2211.17192). Proposals made without chance have q = 1.
+Greedy: a proposal is accepted while it is the token the target would have written. Sampled: a proposal d drawn from q
+is accepted with probability min(1, p(d) / q(d)); the first that is rejected is replaced by a draw from the residual
+distribution max(p − q, 0), and behind a whole block the target draws freely, so that every token comes with exactly the
+target's probability whatever the draft (speculative sampling, arXiv 2211.17192). Deterministic proposals have q = 1.
 Entry points: `verify_greedy`, `verify_sampled`.
 """
 
@@ -15,16 +15,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from dspine_probe.decoding.engine import Candidates, Proposal
+from dspine_probe.drafts.proposal import Candidates, Proposal
 from dspine_probe.sampling import Sampling, nucleus, pick, tempered
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Per row, how many leading proposals stand, and the token that the target puts behind them."""
+    """Per row, how many leading proposals are accepted, and the token that the target puts behind them."""
 
     accepted: Int[Tensor, "row"]
-    following: Int[Tensor, "row"]
+    bonus_token: Int[Tensor, "row"]
 
 
 def verify_greedy(drafted: Int[Tensor, "row draft_slot"], wanted: Int[Tensor, "row slot"]) -> Verdict:
@@ -49,12 +49,12 @@ def verify_sampled(
     """
     p = target_probs(scores, sampling)
     q = proposal.q or _certain(proposal.tokens)
-    chance = p[:, :-1].gather(-1, proposal.tokens[..., None]).squeeze(-1)
+    wanted = p[:, :-1].gather(-1, proposal.tokens[..., None]).squeeze(-1)
     proposed = (q.probs * (q.ids == proposal.tokens[..., None])).sum(dim=-1)
-    # Strict: a token that the target never writes falls even at noise 0.
-    accepted = _leading(noise[:, :-1].to(p.device) * proposed < chance)
+    # Strict: a token that the target never writes is rejected even at noise 0.
+    accepted = _leading(noise[:, :-1].to(p.device) * proposed < wanted)
     at = p[torch.arange(len(p), device=p.device), accepted]
-    return Verdict(accepted, pick(_uncovered(at, q, accepted), noise[:, -1]))
+    return Verdict(accepted, pick(residual_probs(at, q, accepted), noise[:, -1]))
 
 
 def target_probs(scores: Float[Tensor, "*rows vocab"], sampling: Sampling) -> Float[Tensor, "*rows vocab"]:
@@ -62,22 +62,22 @@ def target_probs(scores: Float[Tensor, "*rows vocab"], sampling: Sampling) -> Fl
     return nucleus(tempered(scores, sampling.temperature), sampling.top_p)
 
 
-def _uncovered(
+def residual_probs(
     p: Float[Tensor, "row vocab"], q: Candidates, accepted: Int[Tensor, "row"]
 ) -> Float[Tensor, "row vocab"]:
-    """max(p − q, 0) where a slot fell, p behind a block that stands as a whole."""
+    """max(p − q, 0), up to a factor, where a slot was rejected; p behind a block that is accepted as a whole."""
     slots = q.ids.shape[1]
     if not slots:
         return p
     every, slot = torch.arange(len(p), device=p.device), accepted.clamp(max=slots - 1)
     covered = q.probs[every, slot].to(p.dtype) * (accepted < slots)[:, None]
     rest = p.scatter_add(-1, q.ids[every, slot], -covered).clamp(min=0)
-    # With p = q no slot falls in exact arithmetic; where rounding lets one fall, nothing is left but p.
+    # With p = q no slot is rejected in exact arithmetic; where rounding rejects one, nothing is left but p.
     return torch.where(rest.sum(dim=-1, keepdim=True) > 0, rest, p)
 
 
 def _certain(tokens: Int[Tensor, "row draft_slot"]) -> Candidates:
-    """The distribution of proposals made without chance."""
+    """The distribution of deterministic proposals."""
     ids = tokens[..., None]
     return Candidates(ids, torch.ones_like(ids, dtype=torch.float32))
 

@@ -5,7 +5,7 @@ precision, and kept in the user cache under a name that changes with the sources
 processor. Where there is no compiler, or it fails, `load` says why, and the caller computes with torch instead.
 
 Processors with AVX-512 can multiply bfloat16 in pairs. AMD's do so at twice the rate of floats, Intel's at half of it;
-there, weights are widened to floats on the way.
+there, weights are widened to floats on the way. Where an Intel processor has a matrix unit (AMX), that multiplies.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from dspine_probe.errors import ProbeError
 from dspine_probe.files import cache_dir, write_atomically
 
 SOURCES = ("heads.c", "layer.c", "spine.c")
-HEADERS = ("numbers.h", "product.h")
+HEADERS = ("numbers.h", "product.h", "tiles.h")
 COMPILERS = ("cc", "gcc", "clang")
 OPTIONS = ("-std=gnu11", "-O3", "-fPIC", "-shared", "-Wno-psabi")
-NATIVE = (("-march=native",), ("-mcpu=native",))  # what compilers call the processor they run on
+NATIVE = "-march=native" if platform.machine().lower() in ("x86_64", "amd64", "i686") else "-mcpu=native"
 THREADED = (("-fopenmp",), ())  # without OpenMP everything runs in one thread
 AMD = "AuthenticAMD"
 SECONDS = 120
@@ -36,19 +36,28 @@ class NotBuilt(Exception):
     """Why there are no kernels on this machine, in one sentence."""
 
 
-def load(*, half: bool, in_pairs: bool | None = None) -> ctypes.CDLL:
+def load(*, half: bool, in_pairs: bool | None = None, matrix_unit: bool = True) -> ctypes.CDLL:
     """The kernels for bfloat16 (`half`) or float weights, built first where they are not in the cache.
 
-    `in_pairs` multiplies bfloat16 by the instructions for pairs where there are any; by default where that is faster.
+    Args:
+        half: bfloat16 weights.
+        in_pairs: multiply bfloat16 by the instructions for pairs where there are any; by default where that is faster.
+        matrix_unit: multiply bfloat16 on Intel's matrix unit (AMX) where there is one and the system allows it.
 
     Raises:
         NotBuilt: there is no C compiler, it fails, or its result does not load.
     """
+    library = _load(half, in_pairs, matrix_unit)
+    return library if library.allowed() else _load(half, in_pairs, False)
+
+
+def _load(half: bool, in_pairs: bool | None, matrix_unit: bool) -> ctypes.CDLL:
     compiler = _compiler()
     folder = Path(__file__).parent
     version = _run([compiler, "--version"]).splitlines()[0]
     processor = _processor()
-    numbers = (f"-DHALF={int(half)}", f"-DDOT={int(AMD in processor if in_pairs is None else in_pairs)}")
+    in_pairs = AMD in processor if in_pairs is None else in_pairs
+    numbers = (f"-DHALF={int(half)}", f"-DDOT={int(in_pairs)}", f"-DAMX={int(matrix_unit)}")
     stamp = hashlib.sha256(f"{compiler} {version} {OPTIONS} {numbers} {processor}".encode())
     for name in (*HEADERS, *SOURCES):
         stamp.update((folder / name).read_bytes())
@@ -70,18 +79,16 @@ def _compiler() -> str:
 
 
 def _compile(compiler: str, folder: Path, library: Path, numbers: tuple[str, ...]) -> None:
-    """Try the best options first, and leave out what the compiler does not know or cannot link."""
+    """Build with OpenMP, or without it where it is not known or cannot be linked."""
     sources = [str(folder / name) for name in SOURCES]
     faults: list[Exception] = []
-    for native in NATIVE:
-        for threaded in THREADED:
-            options = [*OPTIONS, *native, *threaded, *numbers]
-            try:
-                _run([compiler, *options, *sources, "-o", str(library), "-lm"])
-                ctypes.CDLL(str(library))
-                return
-            except (NotBuilt, OSError) as fault:
-                faults.append(fault)
+    for threaded in THREADED:
+        try:
+            _run([compiler, *OPTIONS, NATIVE, *threaded, *numbers, *sources, "-o", str(library), "-lm"])
+            ctypes.CDLL(str(library))
+            return
+        except (NotBuilt, OSError) as fault:
+            faults.append(fault)
     raise NotBuilt(str(faults[0])) from faults[0]
 
 

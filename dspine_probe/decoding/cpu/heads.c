@@ -4,7 +4,19 @@
 
 #include "product.h"
 
+enum { STRIP = 4 * TILE }; /* rows whose sums lie on the stack at a time, however many there are */
+
 long block_size(void) { return BLOCK; }
+
+/* 0 if the system does not let these kernels use the matrix unit; 2 if they use it, 1 if they do without. */
+int allowed(void) {
+#if HALF && AMX && defined(__AMX_BF16__)
+    enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
+    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) ? 0 : 2;
+#else
+    return 1;
+#endif
+}
 
 /* y[r] = w x[r], or w norm(x[r]) where there is a gain. */
 int product(const Matrix *w, long rows, const float *x, const float *gain, float eps, float *y, int threads) {
@@ -17,13 +29,17 @@ int product(const Matrix *w, long rows, const float *x, const float *gain, float
         for (long r = 0; r < rows; r++) operands(x + r * w->in, w->in, gain, eps, a + r * w->in);
 #pragma omp for schedule(static)
         for (long block = 0; block < blocks_of(w->out); block++) {
-            float part[rows * BLOCK];
-            outputs(w, block, rows, a, part);
-            for (long r = 0; r < rows; r++)
-                for (long i = 0; i < BLOCK; i += LANES) {
-                    long at = block * BLOCK + i;
-                    if (at < w->out) keep(y + r * w->out + at, load(part + r * BLOCK + i, LANES), w->out - at);
-                }
+            float part[STRIP * BLOCK];
+            for (long first = 0; first < rows; first += STRIP) {
+                long some = rows - first < STRIP ? rows - first : STRIP;
+                outputs(w, block, some, a + first * w->in, part);
+                for (long r = 0; r < some; r++)
+                    for (long i = 0; i < BLOCK; i += LANES) {
+                        long at = block * BLOCK + i;
+                        float *to = y + (first + r) * w->out + at;
+                        if (at < w->out) keep(to, load(part + r * BLOCK + i, LANES), w->out - at);
+                    }
+            }
         }
     }
     free(scratch.base);
@@ -72,10 +88,13 @@ int best(const Matrix *w, long rows, const float *x, const float *gain, float ep
         for (long r = 0; r < rows; r++) operands(x + r * w->in, w->in, gain, eps, a + r * w->in);
 #pragma omp for schedule(static)
         for (long block = 0; block < blocks_of(w->out); block++) {
-            float scores[rows * BLOCK];
-            outputs(w, block, rows, a, scores);
-            for (long r = 0; r < rows; r++)
-                offer(lists + r * k, k, scores + r * BLOCK, block * BLOCK, w->out - block * BLOCK);
+            float scores[STRIP * BLOCK];
+            for (long first = 0; first < rows; first += STRIP) {
+                long some = rows - first < STRIP ? rows - first : STRIP;
+                outputs(w, block, some, a + first * w->in, scores);
+                for (long r = 0; r < some; r++)
+                    offer(lists + (first + r) * k, k, scores + r * BLOCK, block * BLOCK, w->out - block * BLOCK);
+            }
         }
 #pragma omp critical
         for (long i = 0; i < rows * k; i++) take(found + i / k * k, k, lists[i].score, lists[i].id);

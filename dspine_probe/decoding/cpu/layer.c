@@ -6,6 +6,8 @@
 
 #include "product.h"
 
+enum { STRIP = 4 * TILE }; /* rows whose sums lie on the stack at a time, however many there are */
+
 typedef struct {
     long width, inner, heads, kv_heads, head_dim, capacity; /* inner and capacity are multiples of BLOCK */
     float eps;
@@ -82,7 +84,7 @@ static void attend(const Geometry *g, const Layer *l, const Pass *p, long sequen
     const word *values = (const word *)(l->values + head * values_size(g));
     long visible = start + (g->causal ? (first + rows - 1) / group + 1 : p->width);
     long padded = blocks_of(visible) * BLOCK;
-    float scale[TILE], part[TILE * BLOCK];
+    float scale[GROUP], part[GROUP * BLOCK];
     const word *a = (const word *)(queries + first * g->head_dim);
     for (long at = 0; at < padded; at += BLOCK)
         multiply(rows, a, words, keys + at * words, words, scores + at, g->capacity);
@@ -104,25 +106,32 @@ static void attend(const Geometry *g, const Layer *l, const Pass *p, long sequen
 
 /* x[r] += w a[r] for one block of outputs. */
 INLINE void add(const Matrix *w, long block, long rows, const number *a, float *x) {
-    float part[rows * BLOCK];
-    outputs(w, block, rows, a, part);
-    for (long r = 0; r < rows; r++)
-        for (long i = 0; i < BLOCK; i += LANES) {
-            long at = block * BLOCK + i, left = w->out - at;
-            if (left > 0) keep(x + r * w->out + at, load(x + r * w->out + at, left) + *(vec *)(part + r * BLOCK + i), left);
-        }
+    float part[STRIP * BLOCK];
+    for (; rows > 0; rows -= STRIP, a += STRIP * w->in, x += STRIP * w->out) {
+        long some = rows < STRIP ? rows : STRIP;
+        outputs(w, block, some, a, part);
+        for (long r = 0; r < some; r++)
+            for (long i = 0; i < BLOCK; i += LANES) {
+                long at = r * w->out + block * BLOCK + i, left = w->out - block * BLOCK - i;
+                if (left > 0) keep(x + at, load(x + at, left) + *(vec *)(part + r * BLOCK + i), left);
+            }
+    }
 }
 
 /* hidden[r] = silu(gate) * up for one block of the inner width. */
 INLINE void activate(const Matrix *gate_up, long block, long rows, const number *a, number *hidden, long inner) {
-    float gate[rows * BLOCK], up[rows * BLOCK];
-    outputs(gate_up, 2 * block, rows, a, gate);
-    outputs(gate_up, 2 * block + 1, rows, a, up);
-    for (long r = 0; r < rows; r++)
-        for (long i = 0; i < BLOCK; i += LANES) {
-            vec value = *(const vec *)(gate + r * BLOCK + i);
-            put(hidden + r * inner + block * BLOCK + i, value * sigmoid(value) * *(const vec *)(up + r * BLOCK + i), LANES);
-        }
+    float gate[STRIP * BLOCK], up[STRIP * BLOCK];
+    for (; rows > 0; rows -= STRIP, a += STRIP * gate_up->in, hidden += STRIP * inner) {
+        long some = rows < STRIP ? rows : STRIP;
+        outputs(gate_up, 2 * block, some, a, gate);
+        outputs(gate_up, 2 * block + 1, some, a, up);
+        for (long r = 0; r < some; r++)
+            for (long i = 0; i < BLOCK; i += LANES) {
+                vec value = *(const vec *)(gate + r * BLOCK + i);
+                vec gated = value * sigmoid(value) * *(const vec *)(up + r * BLOCK + i);
+                put(hidden + r * inner + block * BLOCK + i, gated, LANES);
+            }
+    }
 }
 
 /* Queries, keys and values of rows of operands: blocks of `qkv` from `first` on; rows of `fused` are `pitch` apart. */
@@ -173,12 +182,12 @@ int context(const Geometry *g, const Layer *l, const Pass *p, const float *x, co
 /* The whole layer, in place. */
 int layer(const Geometry *g, const Layer *l, const Pass *p, float *x) {
     long rows = p->sequences * p->width, pitch = blocks_of(l->qkv.out) * BLOCK, all = g->heads + g->kv_heads;
-    long group = g->heads / g->kv_heads, tiles = (p->width * group + TILE - 1) / TILE;
+    long group = g->heads / g->kv_heads, tiles = (p->width * group + GROUP - 1) / GROUP;
     size_t for_operands = (size_t)(rows * g->width) * sizeof(number);
     size_t for_fused = (size_t)(rows * pitch) * sizeof(float);
     size_t for_heads = (size_t)(rows * g->heads * g->head_dim) * sizeof(number);
     size_t for_hidden = (size_t)(rows * g->inner) * sizeof(number);
-    size_t for_scores = (size_t)(TILE * g->capacity) * (sizeof(float) + sizeof(number));
+    size_t for_scores = (size_t)(GROUP * g->capacity) * (sizeof(float) + sizeof(number));
     Scratch scratch;
     size_t shared = lines(for_operands) + lines(for_fused) + 2 * lines(for_heads) + lines(for_hidden);
     if (!reserve(&scratch, shared + (size_t)g->threads * lines(for_scores))) return 0;
@@ -190,7 +199,7 @@ int layer(const Geometry *g, const Layer *l, const Pass *p, float *x) {
         float *scores;
 #pragma omp critical
         scores = piece(&scratch, for_scores);
-        number *weights = (number *)(scores + TILE * g->capacity);
+        number *weights = (number *)(scores + GROUP * g->capacity);
 #pragma omp for schedule(static)
         for (long r = 0; r < rows; r++) operands(x + r * g->width, g->width, l->norm_in, g->eps, a + r * g->width);
 #pragma omp for schedule(static)
@@ -200,8 +209,8 @@ int layer(const Geometry *g, const Layer *l, const Pass *p, float *x) {
             settle(g, l, p, task / all, task % all, fused + task / all * pitch, queries);
 #pragma omp for schedule(static)
         for (long task = 0; task < p->sequences * g->kv_heads * tiles; task++) {
-            long head = task / tiles, first = task % tiles * TILE, left = p->width * group - first;
-            attend(g, l, p, head / g->kv_heads, head % g->kv_heads, first, left < TILE ? left : TILE,
+            long head = task / tiles, first = task % tiles * GROUP, left = p->width * group - first;
+            attend(g, l, p, head / g->kv_heads, head % g->kv_heads, first, left < GROUP ? left : GROUP,
                    queries + head * p->width * group * g->head_dim, scores, weights, mixed);
         }
 #pragma omp for schedule(static)

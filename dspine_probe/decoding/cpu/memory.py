@@ -21,7 +21,7 @@ class Memory:
     """Tensors packed end to end in large pieces of memory that live as long as any tensor in them."""
 
     def __init__(self) -> None:
-        self.free = torch.empty(0, dtype=torch.uint8)
+        self.free = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def copy(self, source: Tensor) -> Tensor:
         """A contiguous copy of `source`, whose layout may be any."""
@@ -36,7 +36,7 @@ class Memory:
 def _huge_pages(size: int) -> Tensor:
     """Bytes that start on a huge page; ordinary memory where none can be asked for."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(size, dtype=torch.uint8)
+        return torch.empty(size, dtype=torch.uint8, device="cpu")
     region = mmap.mmap(-1, size + HUGE)
     try:
         region.madvise(mmap.MADV_HUGEPAGE)

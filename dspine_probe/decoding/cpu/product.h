@@ -16,6 +16,14 @@
 enum { AHEAD = 2048 }; /* words fetched ahead; a single row runs faster on the processor's own prefetching */
 enum { CHUNK = 128 };  /* words of operands widened at a time */
 
+#if HALF && AMX && defined(__AMX_BF16__)
+#include "tiles.h"
+#else
+enum { GROUP = TILE };
+INLINE int tiled(long words) { return words < 0; }
+INLINE void multiply_tiles(long rows, const word *a, long stride, const word *cells, long words, float *y, long pitch) {}
+#endif
+
 typedef struct {
     const word *cells;
     long in, out;
@@ -90,6 +98,10 @@ INLINE void tile(const int rows, const word *a, long stride, const word *cells, 
 
 /* y[r][0..BLOCK) = a[r] . cells. Rows of a are `stride` words apart, rows of y `pitch` floats. */
 static void multiply(long rows, const word *a, long stride, const word *cells, long words, float *y, long pitch) {
+    if (tiled(words)) {
+        multiply_tiles(rows, a, stride, cells, words, y, pitch);
+        return;
+    }
     for (; rows > 0; rows -= TILE, a += TILE * stride, y += TILE * pitch) {
         switch (rows < TILE ? rows : TILE) {
             case 1: tile(1, a, stride, cells, words, y, pitch); break;

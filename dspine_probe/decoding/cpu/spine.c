@@ -5,6 +5,8 @@
 
 #include "product.h"
 
+enum { STRIP = 4 * TILE }; /* rows whose sums lie on the stack at a time, however many there are */
+
 typedef struct {
     long width, rank, message;
     Matrix readout, mix, write; /* mix: receiver's gate, predecessor's gate, message; the layers share it and the bias */
@@ -30,14 +32,17 @@ static void feature(long rank, const float *read, number *to) {
 
 /* x[r] += scale[r] * w a[r] for one block of outputs; rows of scale 0 are left alone. */
 INLINE void add_scaled(const Matrix *w, long block, long rows, const number *a, const float *scale, float *x) {
-    float part[rows * BLOCK];
-    outputs(w, block, rows, a, part);
-    for (long r = 0; r < rows; r++)
-        for (long i = 0; i < BLOCK; i += LANES) {
-            long at = block * BLOCK + i, left = w->out - at;
-            float *to = x + r * w->out + at;
-            if (left > 0) keep(to, load(to, left) + *(vec *)(part + r * BLOCK + i) * scale[r], left);
-        }
+    float part[STRIP * BLOCK];
+    for (; rows > 0; rows -= STRIP, a += STRIP * w->in, x += STRIP * w->out, scale += STRIP) {
+        long some = rows < STRIP ? rows : STRIP;
+        outputs(w, block, some, a, part);
+        for (long r = 0; r < some; r++)
+            for (long i = 0; i < BLOCK; i += LANES) {
+                long at = block * BLOCK + i, left = w->out - at;
+                float *to = x + r * w->out + at;
+                if (left > 0) keep(to, load(to, left) + *(vec *)(part + r * BLOCK + i) * scale[r], left);
+            }
+    }
 }
 
 /* One layer's injection, in place. `mixed` [row][3 * message], padded to whole blocks, receives what every slot reads

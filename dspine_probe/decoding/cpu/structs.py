@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_long, c_void_p
 
+import torch
 from torch import Tensor
+
+from dspine_probe.errors import UsageError
 
 
 class MatrixC(Structure):
@@ -83,6 +86,16 @@ ARGUMENTS = {
 }
 
 
-def at(tensor: Tensor | None) -> int | None:
-    """Where a contiguous tensor lies."""
-    return None if tensor is None else tensor.data_ptr()
+def at(tensor: Tensor, dtype: torch.dtype, *sizes: int) -> int:
+    """Where a tensor lies that C reads or writes as `dtype`[sizes].
+
+    Raises:
+        UsageError: it is not that: C would read other numbers, or past the end.
+    """
+    fits = tensor.dtype == dtype and tensor.shape == sizes and tensor.device.type == "cpu"
+    if not fits or not tensor.is_contiguous():
+        raise UsageError(
+            f"a C kernel takes contiguous {dtype} of {sizes} on the CPU and was given {tensor.dtype} of "
+            f"{tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}; convert it first"
+        )
+    return tensor.data_ptr()

@@ -1,93 +1,101 @@
-"""The target engine: embedding, layers with their taps, and the head, over one compute."""
+"""The target engine on a CPU: embedding, layers with their taps, and the head."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from dspine_probe.decoding.cpu.compute import Compute, Geometry
-from dspine_probe.decoding.cpu.rows import Rows
-from dspine_probe.decoding.cpu.weights import target_geometry, target_layers, target_rotary
+from dspine_probe.decoding.cpu.kernels import FLOAT, LONG, Kernels, PackedMatrix
+from dspine_probe.decoding.cpu.rows import RowSlots
+from dspine_probe.decoding.cpu.stack import LayerStack, PackedLayer, check_even, floats
+from dspine_probe.decoding.weights import StackSizes, target_layers, target_rotary, target_sizes
+from dspine_probe.errors import UsageError
 from dspine_probe.target import Target
 
 
 @dataclass(frozen=True)
 class PackedTarget:
-    """A target's weights as a compute wants them; made once, used by any number of engines."""
+    """A target's weights as the kernels want them; made once, used by any number of engines."""
 
-    compute: Compute
-    geometry: Geometry
-    layers: Any
+    kernels: Kernels
+    sizes: StackSizes
+    layers: list[PackedLayer]
     embedding: Float[Tensor, "vocab d_model"]
-    head: Any
+    head: PackedMatrix
     norm: Float[Tensor, "d_model"]
 
     @classmethod
-    def pack(cls, target: Target, compute: Compute) -> PackedTarget:
+    def pack(cls, target: Target, kernels: Kernels) -> PackedTarget:
         """Pack a target.
 
         Raises:
-            UsageError: it is built in a way that is not reproduced.
+            UsageError: it is built in a way that the fast engines do not compute, or lies elsewhere.
         """
-        geometry = target_geometry(target)
+        sizes = target_sizes(target)
+        if target.device.type != "cpu":
+            raise UsageError(
+                f"target '{target.name}' lies on {target.device}; fast CPU decoding needs it on the CPU"
+            )
+        check_even(**{"hidden size": sizes.width, "head size": sizes.head_dim})
         return cls(
-            compute,
-            geometry,
-            layers=compute.layers(target_layers(target)),
+            kernels,
+            sizes,
+            layers=[PackedLayer(kernels, layer) for layer in target_layers(target)],
             embedding=target.embedding.detach(),
-            head=compute.matrix(target.head),
-            norm=target.model.base_model.norm.weight.detach().float(),
+            head=kernels.matrix(target.head),
+            norm=floats(target.model.base_model.norm.weight),
         )
 
 
 class CpuTarget:
     """`TargetEngine` over a packed target. States and taps are float32."""
 
+    admits = True
+
     def __init__(
         self, target: Target, packed: PackedTarget, taps: Sequence[int], rows: int, capacity: int
     ) -> None:
-        self.packed, self.compute = packed, packed.compute
-        width = packed.geometry.width
+        self.packed, self.kernels = packed, packed.kernels
+        width = packed.sizes.width
         self.columns = {tap: slice(n * width, (n + 1) * width) for n, tap in enumerate(taps)}
-        self.depth = target.num_layers
-        self.rows = Rows(rows, capacity)
-        self.stack = packed.compute.stack(
-            packed.geometry, packed.layers, target_rotary(target, capacity), slots=rows, capacity=capacity
+        self.rows = RowSlots(rows, capacity)
+        rotary = target_rotary(target, capacity)
+        self.stack = LayerStack(
+            self.kernels, packed.sizes, packed.layers, rotary, slots=rows, capacity=capacity
         )
-        self.taps: Float[Tensor, "row width taps_d_model"] = torch.empty(0, 0, 0)
+        self.taps: Float[Tensor, "row width taps_d_model"] = self._empty_taps(0, 0)
         """See `TargetEngine.taps`."""
 
-    def start(self, prompts: Sequence[Sequence[int]]) -> Float[Tensor, "row vocab"]:
-        """See `TargetEngine.start`."""
-        self.rows.open(len(prompts))
-        longest, width = max(map(len, prompts)), self.packed.geometry.width
-        taps = torch.zeros(len(prompts), longest, len(self.columns) * width)
-        last = torch.empty(len(prompts), width)
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> Float[Tensor, "row vocab"]:
+        """See `TargetEngine.prefill`."""
+        new = self.rows.add(len(prompts))
+        taps = self._empty_taps(len(prompts), max(map(len, prompts))).zero_()
+        last = torch.empty(len(prompts), self.packed.sizes.width, dtype=FLOAT, device="cpu")
         for row, prompt in enumerate(prompts):
-            last[row] = self._pass(torch.tensor([prompt]), range(row, row + 1))[-1]
+            tokens = torch.tensor([prompt], dtype=LONG, device="cpu")
+            last[row] = self._pass(tokens, new[row : row + 1])[-1]
             taps[row, : len(prompt)] = self.taps[0]
-        self.rows.grow([len(prompt) for prompt in prompts])
+        self.rows.grow([0] * new.start + [len(prompt) for prompt in prompts])
         self.taps = taps
         return self._scores(last)
 
-    def read(self, tokens: Int[Tensor, "row width"]) -> Float[Tensor, "row width vocab"]:
-        """See `TargetEngine.read`."""
+    def forward(self, tokens: Int[Tensor, "row width"]) -> Float[Tensor, "row width vocab"]:
+        """See `TargetEngine.forward`."""
         return self._scores(self._pass(tokens)).unflatten(0, tokens.shape)
 
     def greedy(self, tokens: Int[Tensor, "row width"]) -> Int[Tensor, "row width"]:
         """See `TargetEngine.greedy`."""
         x, packed = self._pass(tokens), self.packed
-        found = self.compute.best(x, packed.head, 1, gain=packed.norm, eps=packed.geometry.eps)
+        found = self.kernels.best(x, packed.head, 1, gain=packed.norm, eps=packed.sizes.eps)
         return found.view(tokens.shape)
 
-    def keep(self, counts: Sequence[int]) -> None:
-        """See `TargetEngine.keep`."""
+    def commit(self, counts: Sequence[int]) -> None:
+        """See `TargetEngine.commit`."""
         self.rows.grow(counts)
 
     def select(self, rows: Sequence[int]) -> None:
@@ -98,20 +106,21 @@ class CpuTarget:
         self, tokens: Int[Tensor, "row width"], rows: range | None = None
     ) -> Float[Tensor, "row_width d_model"]:
         """States after the last layer, before the final norm; leaves the taps behind."""
-        d_model = self.packed.geometry.width
-        states = F.embedding(tokens, self.packed.embedding).float()
-        self.taps = states.new_empty(*tokens.shape, len(self.columns) * d_model)
+        states = F.embedding(tokens, self.packed.embedding).to(FLOAT)
+        self.taps = self._empty_taps(*tokens.shape)
         for piece in self.rows.pieces(tokens.shape[1], rows):
-            x, taps = (
-                states[piece.at].flatten(0, 1),
-                self.taps[piece.at].flatten(0, 1),
-            )  # views, being contiguous
-            for number in range(self.depth):
+            # Views: a piece is whole rows, or part of a single one.
+            x, taps = states[piece.at].flatten(0, 1), self.taps[piece.at].flatten(0, 1)
+            for number in range(len(self.packed.layers)):
                 self.stack.layer(number, x, piece.span)
                 if number in self.columns:
                     taps[:, self.columns[number]] = x
         return states.flatten(0, 1)
 
+    def _empty_taps(self, rows: int, width: int) -> Float[Tensor, "row width taps_d_model"]:
+        size = len(self.columns) * self.packed.sizes.width
+        return torch.empty(rows, width, size, dtype=FLOAT, device="cpu")
+
     def _scores(self, x: Float[Tensor, "row d_model"]) -> Float[Tensor, "row vocab"]:
         packed = self.packed
-        return self.compute.product(x, packed.head, gain=packed.norm, eps=packed.geometry.eps)
+        return self.kernels.product(x, packed.head, gain=packed.norm, eps=packed.sizes.eps)

@@ -8,26 +8,26 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import cast
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from dspine_probe.decoding.cpu.compute import Geometry
-from dspine_probe.decoding.cpu.weights import draft_layers, draft_rotary
-from dspine_probe.decoding.engine import Candidates, Proposal
-from dspine_probe.decoding.gpu.layers import FusedLayer, Rows, Stack
-from dspine_probe.decoding.graphs import Capturing, FixedStep, Outputs, frozen, refuse_hooked
+from dspine_probe.decoding.engine import check_width, draw_marginals
+from dspine_probe.decoding.gpu.layers import FusedLayer, FusedStack, RowEnds
+from dspine_probe.decoding.graphs import Capturing, FixedStep, Outputs, frozen
 from dspine_probe.decoding.kernels.candidates import top_candidates
 from dspine_probe.decoding.kernels.folding import LayerInjection, code_tables, fold
-from dspine_probe.decoding.kernels.injection import Readings, inject
+from dspine_probe.decoding.kernels.injection import LayerReads, inject
 from dspine_probe.decoding.kernels.last_write import Pairs, Refiner, pair_parts
 from dspine_probe.decoding.kernels.layer_ops import rotate_and_store
 from dspine_probe.decoding.kernels.walk import Walk, walk
-from dspine_probe.drafts import Draft, DSpine
-from dspine_probe.errors import UsageError
-from dspine_probe.sampling import pick, tempered
+from dspine_probe.decoding.weights import StackSizes, draft_layers, draft_rotary, draft_sizes
+from dspine_probe.drafts import Draft
+from dspine_probe.drafts.injection import Injection
+from dspine_probe.drafts.proposal import Candidates, Proposal
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class FusedDraft:
     context: key and value projections of all layers, for context rows. injections, refiner: DSpine's own.
     """
 
-    geometry: Geometry
+    sizes: StackSizes
     layers: tuple[FusedLayer, ...]
     context: Float[Tensor, "layer d_model two_kv"]
     injections: tuple[LayerInjection, ...]
@@ -46,18 +46,17 @@ class FusedDraft:
     @classmethod
     def fuse(cls, draft: Draft) -> FusedDraft:
         """Fuse a draft's weights."""
-        c = draft.config
-        sizes = c.num_attention_heads, c.num_key_value_heads, c.head_dim
-        geometry = Geometry(c.hidden_size, c.intermediate_size, *sizes, c.rms_norm_eps, c.is_causal)
+        sizes = draft_sizes(draft)
         plain = draft_layers(draft)
         context = torch.stack([torch.cat([layer.k, layer.v]).T for layer in plain]).contiguous()
-        layers = tuple(FusedLayer.fuse(layer, geometry) for layer in plain)
-        if not isinstance(draft, DSpine):
-            return cls(geometry, layers, context, (), None)
-        injections = tuple(fold(draft.injection, number) for number in range(len(layers)))
-        tables = code_tables(draft.injection, draft.codes)
-        refiner = Refiner(injections[-1], tables, draft.ln_final.weight.detach(), c.rms_norm_eps, draft.head)
-        return cls(geometry, layers, context, injections, refiner)
+        layers = tuple(FusedLayer.fuse(layer, sizes) for layer in plain)
+        if draft.codes is None:
+            return cls(sizes, layers, context, (), None)
+        injection = cast(Injection, draft.injection)
+        injections = tuple(fold(injection, number) for number in range(len(layers)))
+        tables = code_tables(injection, draft.codes)
+        refiner = Refiner(injections[-1], tables, draft.ln_final.weight.detach(), sizes.eps, draft.head)
+        return cls(sizes, layers, context, injections, refiner)
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class Trunk:
     hidden: Float[Tensor, "row width d_model"]
     anchors: Int[Tensor, "row"]
     pre_write: Float[Tensor, "slot d_model"] | None = None
-    readings: Readings | None = None
+    readings: LayerReads | None = None
 
 
 class GpuDraft:
@@ -76,23 +75,18 @@ class GpuDraft:
     def __init__(
         self, draft: Draft, fused: FusedDraft, *, rows: int, capacity: int, width: int, how: Capturing
     ) -> None:
-        refuse_hooked(draft, f"the {type(draft).__name__}")
-        if width > draft.config.block_size:
-            raise UsageError(
-                f"a block of {width} slots is wider than the {draft.config.block_size} this draft was trained with"
-            )
+        check_width(draft, width)
         frozen(draft, self)
         self.fused, self.draft, self.width, self.how = fused, draft, width, how
         rotary = draft_rotary(draft, capacity)
-        self.stack = Stack(fused.layers, fused.geometry, rotary, rows=rows, capacity=capacity)
-        self.rows = Rows(rows, capacity, draft.fc.weight.device)
+        self.stack = FusedStack(fused.layers, fused.sizes, rotary, rows=rows, capacity=capacity)
+        self.rows = RowEnds(rows, capacity, draft.fc.weight.device)
+        self.rows.open(rows)
         self.steps: dict[tuple[str, int], FixedStep] = {}
         self.trunks: dict[int, Trunk] = {}  # by rows, as steps are
 
     def extend(self, taps: Float[Tensor, "row width taps_d_model"], counts: Sequence[int]) -> None:
         """See `DraftEngine.extend`."""
-        if not self.rows.lengths:
-            self.rows.open(len(counts))
         taps = taps.to(self.draft.fc.weight.dtype)
         self.rows.require(taps.shape[1])
         inputs = {"taps": self.rows.padded(taps), "starts": self._starts()}
@@ -182,16 +176,17 @@ class GpuDraft:
             walked, candidates = self._walk(trunk, self.fused.refiner, temperature, noise)
             assert walked.probs is not None
             return walked.tokens, candidates, walked.probs
-        probs = tempered(self._logits(trunk), temperature)
-        every = self.draft.to_tokens(torch.arange(probs.shape[-1], device=probs.device))
-        return every[pick(probs, noise)], every.expand_as(probs), probs
+        drawn = draw_marginals(self.draft, self._logits(trunk), temperature, noise)
+        assert drawn.q is not None
+        return drawn.tokens, drawn.q.ids, drawn.q.probs
 
     def _walk(
         self, trunk: Trunk, refiner: Refiner, temperature: float = 1.0, noise: Tensor | None = None
     ) -> tuple[Walk, Int[Tensor, "row draft_slot k"]]:
         """The walk over the transition cache, and the candidates."""
-        assert isinstance(self.draft, DSpine) and trunk.pre_write is not None and trunk.readings is not None
-        index = top_candidates(self._logits(trunk), self.draft.spine.top_k)
+        top_k = self.draft.candidate_count
+        assert top_k is not None and trunk.pre_write is not None and trunk.readings is not None
+        index = top_candidates(self._logits(trunk), top_k)
         candidates = self.draft.to_tokens(index)
         pairs = Pairs(candidates, index, trunk.anchors)
         parts = pair_parts(trunk.pre_write, trunk.readings, pairs, refiner)

@@ -14,11 +14,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from dspine_probe.decoding.cpu.compute import Geometry, Layer
-from dspine_probe.decoding.cpu.compute import Rotary as WholeRotary
+from dspine_probe.decoding.cache import require_room
 from dspine_probe.decoding.kernels.block_attention import block_attention
-from dspine_probe.decoding.kernels.layer_ops import Heads, LayerCache, Rotary, rotate_and_store, silu_mul
-from dspine_probe.errors import UsageError
+from dspine_probe.decoding.kernels.layer_ops import HalfRotary, Heads, LayerCache, rotate_and_store, silu_mul
+from dspine_probe.decoding.weights import LayerWeights, StackSizes
+from dspine_probe.drafts.layers import Rotary
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class FusedLayer:
     heads: Heads
 
     @classmethod
-    def fuse(cls, layer: Layer, geometry: Geometry) -> FusedLayer:
+    def fuse(cls, layer: LayerWeights, sizes: StackSizes) -> FusedLayer:
         """Fused copies of a layer's weights."""
         norms = layer.norm_q, layer.norm_k
         return cls(
@@ -44,26 +44,26 @@ class FusedLayer:
             layer.down,
             layer.norm_in,
             layer.norm_mlp,
-            Heads(geometry.heads, geometry.kv_heads, geometry.head_dim, geometry.eps, *norms),
+            Heads(sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.eps, *norms),
         )
 
 
-class Stack:
+class FusedStack:
     """Fused layers and the keys and values of `rows` sequences of at most `capacity` positions."""
 
     def __init__(
         self,
         layers: Sequence[FusedLayer],
-        geometry: Geometry,
-        rotary: WholeRotary,
+        sizes: StackSizes,
+        rotary: Rotary,
         *,
         rows: int,
         capacity: int,
     ) -> None:
-        self.layers, self.geometry = layers, geometry
-        like, half = layers[0].qkv, geometry.head_dim // 2
-        self.rotary = Rotary(*(t[:, :half].to(like.device).contiguous() for t in (rotary.cos, rotary.sin)))
-        shape = (len(layers), rows, geometry.kv_heads, capacity, geometry.head_dim)
+        self.layers, self.sizes = layers, sizes
+        like, half = layers[0].qkv, sizes.head_dim // 2
+        self.rotary = HalfRotary(*(t[:, :half].to(like.device).contiguous() for t in rotary))
+        shape = (len(layers), rows, sizes.kv_heads, capacity, sizes.head_dim)
         self.keys, self.values = like.new_zeros(shape), like.new_zeros(shape)
 
     def cache(self, number: int, rows: int) -> LayerCache:
@@ -77,7 +77,7 @@ class Stack:
         layer, cache = self.layers[number], self.cache(number, len(starts))
         qkv = F.linear(self.norm(x, layer.norm_in), layer.qkv)
         queries = rotate_and_store(qkv, layer.heads, self.rotary, starts, cache)
-        mixed = block_attention(queries, cache, starts, causal=self.geometry.causal)
+        mixed = block_attention(queries, cache, starts, causal=self.sizes.causal)
         x = torch.addmm(x, mixed, layer.out.T)
         gate_up = F.linear(self.norm(x, layer.norm_mlp), layer.gate_up)
         return torch.addmm(x, silu_mul(gate_up), layer.down.T)
@@ -86,10 +86,10 @@ class Stack:
         self, x: Float[Tensor, "*rows d_model"], gain: Float[Tensor, "d_model"]
     ) -> Float[Tensor, "*rows d_model"]:
         """The RMS norm of all these models."""
-        return F.rms_norm(x, gain.shape, gain, self.geometry.eps)
+        return F.rms_norm(x, gain.shape, gain, self.sizes.eps)
 
 
-class Rows:
+class RowEnds:
     """How many positions of every sequence count, on the host and in the tensor `ends` that steps read."""
 
     def __init__(self, rows: int, capacity: int, device: torch.device) -> None:
@@ -110,7 +110,7 @@ class Rows:
         """Count the next `counts[r]` positions of row r."""
         self._set([length + count for length, count in zip(self.lengths, counts, strict=True)])
 
-    def select(self, rows: Sequence[int], stack: Stack) -> None:
+    def select(self, rows: Sequence[int], stack: FusedStack) -> None:
         """Go on with these rows alone, moved down in the caches."""
         for new, old in enumerate(rows):
             if new != old:
@@ -119,17 +119,8 @@ class Rows:
         self._set([self.lengths[row] for row in rows])
 
     def require(self, width: int) -> None:
-        """Refuse `width` more positions if a row has no room for them.
-
-        Raises:
-            UsageError: naming the longest row.
-        """
-        longest = max(self.lengths)
-        if longest + width > self.capacity:
-            raise UsageError(
-                f"a row of {longest} tokens and {width} more do not fit a cache of {self.capacity} positions; "
-                "open the engine with more capacity or shorten the prompt"
-            )
+        """Refuse `width` more positions if a row has no room for them."""
+        require_room(max(self.lengths), width, self.capacity)
 
     def padded(self, values: Tensor) -> Tensor:
         """Values of the rows, with zeros for the unused rows of the bucket."""
@@ -139,4 +130,5 @@ class Rows:
     def _set(self, lengths: list[int]) -> None:
         self.lengths = lengths
         # Unused rows of a bucket write at position 0 of rows that nobody reads.
-        self.ends.copy_(torch.tensor(lengths + [0] * (self.most - len(lengths))), non_blocking=True)
+        ends = torch.tensor(lengths + [0] * (self.most - len(lengths)), dtype=torch.long, device="cpu")
+        self.ends.copy_(ends, non_blocking=True)

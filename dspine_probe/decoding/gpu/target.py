@@ -14,13 +14,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from dspine_probe.decoding.cpu.compute import Geometry
-from dspine_probe.decoding.cpu.weights import target_layers, target_rotary
-from dspine_probe.decoding.gpu.layers import FusedLayer, Rows, Stack
-from dspine_probe.decoding.graphs import Capturing, FixedStep, Outputs, refuse_hooked
+from dspine_probe.decoding.gpu.layers import FusedLayer, FusedStack, RowEnds
+from dspine_probe.decoding.graphs import Capturing, FixedStep, Outputs
 from dspine_probe.decoding.kernels.block_attention import PIECE
-from dspine_probe.decoding.lean import check_supported
-from dspine_probe.errors import UsageError
+from dspine_probe.decoding.weights import StackSizes, target_layers, target_rotary, target_sizes
 from dspine_probe.target import Target
 
 
@@ -28,7 +25,7 @@ from dspine_probe.target import Target
 class FusedTarget:
     """A target's weights with fused products; made once, used by any number of engines."""
 
-    geometry: Geometry
+    sizes: StackSizes
     layers: tuple[FusedLayer, ...]
 
     @classmethod
@@ -36,24 +33,16 @@ class FusedTarget:
         """Fuse a target's weights.
 
         Raises:
-            UsageError: it is built in a way that is not reproduced.
+            UsageError: it is built in a way that the fast engines do not compute.
         """
-        check_supported(target.model)
-        _refuse_unlike(target)
-        geometry = Geometry(
-            target.hidden_size,
-            target.intermediate_size,
-            target.num_heads,
-            target.num_kv_heads,
-            target.head_dim,
-            target.rms_norm_eps,
-            causal=True,
-        )
-        return cls(geometry, tuple(FusedLayer.fuse(layer, geometry) for layer in target_layers(target)))
+        sizes = target_sizes(target)
+        return cls(sizes, tuple(FusedLayer.fuse(layer, sizes) for layer in target_layers(target)))
 
 
 class GpuTarget:
     """`TargetEngine` over fused weights."""
+
+    admits = False
 
     def __init__(
         self,
@@ -65,23 +54,22 @@ class GpuTarget:
         capacity: int,
         how: Capturing,
     ) -> None:
-        refuse_hooked(target.model, f"target '{target.name}'")
         self.target, self.tapped, self.how = target, tuple(taps), how
         self.gain = target.model.base_model.norm.weight.detach()
         rotary = target_rotary(target, capacity)
-        self.stack = Stack(fused.layers, fused.geometry, rotary, rows=rows, capacity=capacity)
-        self.rows = Rows(rows, capacity, target.device)
+        self.stack = FusedStack(fused.layers, fused.sizes, rotary, rows=rows, capacity=capacity)
+        self.rows = RowEnds(rows, capacity, target.device)
         self.steps: dict[tuple[int, int], FixedStep] = {}
         self._taps = self.gain.new_empty(0, 0, 0)
 
-    def start(self, prompts: Sequence[Sequence[int]]) -> Float[Tensor, "row vocab"]:
-        """See `TargetEngine.start`."""
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> Float[Tensor, "row vocab"]:
+        """See `TargetEngine.prefill`."""
         self.rows.open(len(prompts))
         longest = max(map(len, prompts))
         self.rows.require(longest)
-        ids = torch.zeros(len(prompts), longest, dtype=torch.long)
+        ids = torch.zeros(len(prompts), longest, dtype=torch.long, device="cpu")
         for row, prompt in enumerate(prompts):
-            ids[row, : len(prompt)] = torch.tensor(prompt)
+            ids[row, : len(prompt)] = torch.tensor(prompt, dtype=torch.long, device="cpu")
         ids = ids.to(self.gain.device)
         last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=ids.device)
         finals = self.gain.new_empty(len(prompts), len(self.gain))
@@ -99,8 +87,8 @@ class GpuTarget:
         self.rows.grow([len(prompt) for prompt in prompts])
         return self._logits(finals)
 
-    def read(self, tokens: Int[Tensor, "row width"]) -> Float[Tensor, "row width vocab"]:
-        """See `TargetEngine.read`; the scores are overwritten by the next pass."""
+    def forward(self, tokens: Int[Tensor, "row width"]) -> Float[Tensor, "row width vocab"]:
+        """See `TargetEngine.forward`; the scores are overwritten by the next pass."""
         return self._step(tokens)[0][: len(tokens)]
 
     def greedy(self, tokens: Int[Tensor, "row width"]) -> Int[Tensor, "row width"]:
@@ -112,8 +100,8 @@ class GpuTarget:
         """See `TargetEngine.taps`; overwritten by the next pass."""
         return self._taps
 
-    def keep(self, counts: Sequence[int]) -> None:
-        """See `TargetEngine.keep`."""
+    def commit(self, counts: Sequence[int]) -> None:
+        """See `TargetEngine.commit`."""
         self.rows.grow(counts)
 
     def select(self, rows: Sequence[int]) -> None:
@@ -151,14 +139,3 @@ class GpuTarget:
 
     def _logits(self, states: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows vocab"]:
         return self.target.logits(self.stack.norm(states, self.gain))
-
-
-def _refuse_unlike(target: Target) -> None:
-    """What the fused layers do not compute."""
-    biased = any(getattr(part, "bias", None) is not None for part in target.model.modules())
-    activation = target.config.hidden_act
-    if biased or activation != "silu":
-        fault = "biases" if biased else f"the activation {activation!r}"
-        raise UsageError(
-            f"target '{target.name}' has {fault}, which fused decoding does not compute; use the reference engines"
-        )

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dspine_probe.drafts.dspine import Injection
+from dspine_probe.drafts.injection import Injection
 
 
 @dataclass(frozen=True)

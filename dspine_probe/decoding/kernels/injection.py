@@ -25,7 +25,7 @@ SMALLEST_NORM = 1e-12  # as torch.nn.functional.normalize
 
 
 @dataclass(frozen=True)
-class Readings:
+class LayerReads:
     """What one layer reads from h, norms not yet divided out.
 
     projected: [G_r R h; M R h; G_p R h] in fp32.
@@ -37,7 +37,7 @@ class Readings:
     receiver_squares: Float[Tensor, "row"]
 
 
-def read(h: Float[Tensor, "row d_model"], weights: LayerInjection) -> Readings:
+def read(h: Float[Tensor, "row d_model"], weights: LayerInjection) -> LayerReads:
     """The first launch."""
     if not usable(h):
         return read_reference(h, weights)
@@ -51,7 +51,7 @@ def inject(
     anchor_tokens: Int[Tensor, "block"],
     weights: LayerInjection,
     tables: CodeTables,
-) -> tuple[Float[Tensor, "row d_model"], Readings]:
+) -> tuple[Float[Tensor, "row d_model"], LayerReads]:
     """h after the layer's injection, every predecessor read as it stood before, and the readings it came from."""
     readings = read(h, weights)
     if not usable(h, anchor_tokens):
@@ -64,17 +64,17 @@ def inject(
 # ---- torch
 
 
-def read_reference(h: Float[Tensor, "row d_model"], weights: LayerInjection) -> Readings:
+def read_reference(h: Float[Tensor, "row d_model"], weights: LayerInjection) -> LayerReads:
     """`read` in torch, in the precision of h but at least fp32."""
     wide = torch.promote_types(h.dtype, torch.float32)
     every = h.to(wide) @ weights.read.to(wide).T
     norms = every[:, : weights.rank].square().sum(-1)
-    return Readings(every[:, weights.rank :], norms[None], h.to(wide).square().sum(-1))
+    return LayerReads(every[:, weights.rank :], norms[None], h.to(wide).square().sum(-1))
 
 
 def write_reference(
     h: Float[Tensor, "row d_model"],
-    readings: Readings,
+    readings: LayerReads,
     anchor_tokens: Int[Tensor, "block"],
     weights: LayerInjection,
     tables: CodeTables,
@@ -90,7 +90,7 @@ def write_reference(
     return (h + rms * written).to(h.dtype)
 
 
-def scaled(readings: Readings, weights: LayerInjection) -> Float[Tensor, "row three_message"]:
+def scaled(readings: LayerReads, weights: LayerInjection) -> Float[Tensor, "row three_message"]:
     """The projections of the unit-RMS feature f = √r R h / ‖R h‖."""
     norm = readings.read_squares.sum(0).sqrt().clamp(min=SMALLEST_NORM)
     return readings.projected * (weights.rank**0.5 / norm)[:, None]
@@ -99,11 +99,11 @@ def scaled(readings: Readings, weights: LayerInjection) -> Float[Tensor, "row th
 # ---- Triton
 
 
-def plan_read(h: Float[Tensor, "row d_model"], weights: LayerInjection) -> tuple[Launch, Readings]:
+def plan_read(h: Float[Tensor, "row d_model"], weights: LayerInjection) -> tuple[Launch, LayerReads]:
     """The first launch and the buffers it fills."""
     (rows, d_model), (columns, _) = h.shape, weights.read.shape
     size = 16 if rows <= 64 else 64  # narrow tiles at small batch, so that every multiprocessor reads weights
-    readings = Readings(
+    readings = LayerReads(
         h.new_empty(rows, 3 * weights.message, dtype=torch.float32),
         h.new_empty(cdiv(weights.rank, size), rows, dtype=torch.float32),
         h.new_empty(rows, dtype=torch.float32),
@@ -136,7 +136,7 @@ def plan_read(h: Float[Tensor, "row d_model"], weights: LayerInjection) -> tuple
 
 def plan_write(
     h: Float[Tensor, "row d_model"],
-    readings: Readings,
+    readings: LayerReads,
     anchor_tokens: Int[Tensor, "block"],
     weights: LayerInjection,
     tables: CodeTables,

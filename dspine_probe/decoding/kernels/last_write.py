@@ -5,7 +5,7 @@ For slot t with state h before the last injection and a known predecessor a (dra
     x(a) = h + rms(h) · W (σ(G_r f + G_p √r e_a + b) ⊙ M √r e_a)        ρ(a) = γ ⊙ x(a) / rms(x(a))
     S[a, b] = ρ(a) · w_b                                                for every candidate b of slot t
 
-G_r f + b comes from the last layer's `Readings`, the code terms from `CodeTables`, and 1 / rms(x(a)) is one number a
+G_r f + b comes from the last layer's `LayerReads`, the code terms from `CodeTables`, and 1 / rms(x(a)) is one number a
 row. So a program can take a slice of d_model on its own and leave its part of Σ γ x w and of Σ x² behind; the walk adds
 the parts up. Nothing of size candidates × d_model is ever stored. Entry points: `pair_parts`, `PairParts.scores`.
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dspine_probe.decoding.kernels.folding import CodeTables, LayerInjection
-from dspine_probe.decoding.kernels.injection import Readings, feature_scale, scaled
+from dspine_probe.decoding.kernels.injection import LayerReads, feature_scale, scaled
 from dspine_probe.decoding.kernels.launch import Launch, block, cdiv, dot, jit, pow2, tl, usable, widened
 
 SLICE = 512  # of d_model, for one program
@@ -66,7 +66,7 @@ class PairParts:
 
 
 def pair_parts(
-    pre_write: Float[Tensor, "row d_model"], readings: Readings, pairs: Pairs, refiner: Refiner
+    pre_write: Float[Tensor, "row d_model"], readings: LayerReads, pairs: Pairs, refiner: Refiner
 ) -> PairParts:
     """All pair scores of all blocks. `pre_write` and `readings` cover every slot, the anchors' included."""
     if not usable(pre_write, pairs.candidates, pairs.index, pairs.anchors):
@@ -77,7 +77,7 @@ def pair_parts(
 
 
 def pair_parts_reference(
-    pre_write: Float[Tensor, "row d_model"], readings: Readings, pairs: Pairs, refiner: Refiner
+    pre_write: Float[Tensor, "row d_model"], readings: LayerReads, pairs: Pairs, refiner: Refiner
 ) -> PairParts:
     """`pair_parts` in torch, as a single part."""
     weights, tables = refiner.weights, refiner.tables
@@ -95,7 +95,7 @@ def pair_parts_reference(
 
 
 def plan_pairs(
-    pre_write: Float[Tensor, "row d_model"], readings: Readings, pairs: Pairs, refiner: Refiner
+    pre_write: Float[Tensor, "row d_model"], readings: LayerReads, pairs: Pairs, refiner: Refiner
 ) -> tuple[Launch, PairParts]:
     """The launch and the buffers it fills."""
     (rows, d_model), (blocks, draft_slots, k) = pre_write.shape, pairs.candidates.shape

@@ -1,7 +1,7 @@
 """How a Triton kernel is described before it runs: one `Launch` serves running, testing and compiling alike.
 
 A `plan_*` function of a kernel module turns tensors into a `Launch` and touches no data, so that with tensors on the
-meta device the very launches of a model's geometry can be compiled where there is no GPU (`compile_check`). `usable`
+meta device the very launches of a model's geometry can be compiled where there is no GPU (`benchmarks.gpu`). `usable`
 says whether Triton can run on given tensors; where it cannot, the entry functions compute the same with torch.
 
 Under Triton's interpreter `tl.dot` reads bf16 operands as raw integers, so `dot` widens them there first.

@@ -40,7 +40,7 @@ class LayerCache:
 
 
 @dataclass(frozen=True)
-class Rotary:
+class HalfRotary:
     """cos and sin of the rotary angles, first half of the head (the second half repeats it), fp32."""
 
     cos: Float[Tensor, "position half"]
@@ -50,7 +50,7 @@ class Rotary:
 def rotate_and_store(
     qkv: Float[Tensor, "row fused"],
     heads: Heads,
-    rotary: Rotary,
+    rotary: HalfRotary,
     starts: Int[Tensor, "batch"],
     cache: LayerCache,
 ) -> Float[Tensor, "row head d_head"]:
@@ -78,7 +78,7 @@ def silu_mul(gate_up: Float[Tensor, "row two_inner"]) -> Float[Tensor, "row inne
 def rotate_and_store_reference(
     qkv: Float[Tensor, "row fused"],
     heads: Heads,
-    rotary: Rotary,
+    rotary: HalfRotary,
     starts: Int[Tensor, "batch"],
     cache: LayerCache,
 ) -> Float[Tensor, "row head d_head"]:
@@ -105,7 +105,7 @@ def rotate_and_store_reference(
 def plan_rotate(
     qkv: Float[Tensor, "row fused"],
     heads: Heads,
-    rotary: Rotary,
+    rotary: HalfRotary,
     starts: Int[Tensor, "batch"],
     cache: LayerCache,
 ) -> tuple[Launch, Float[Tensor, "row head d_head"]]:

@@ -142,7 +142,7 @@ def _walk_kernel(
     table = _table(products, squares, block, 0, here, blocks, slots, k, d_model, eps, K, PARTS)
     for slot in range(slots):
         later = tl.minimum(slot + 1, slots - 1)
-        following = _table(products, squares, block, later, here, blocks, slots, k, d_model, eps, K, PARTS)
+        next_table = _table(products, squares, block, later, here, blocks, slots, k, d_model, eps, K, PARTS)
         after = tl.arange(0, K)[None, :, None] == choice[:, None, None]
         row = tl.where(real, tl.sum(tl.where(after, table, 0.0), 1), float("-inf"))
         cell = block * slots + slot
@@ -159,4 +159,4 @@ def _walk_kernel(
         else:
             choice = tl.argmax(row, 1)
         tl.store(tokens + cell, tl.load(candidates + cell * k + choice, here, 0), here)
-        table = following
+        table = next_table

@@ -12,8 +12,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.gpu.serial_slot import Best, plan_slot
 from dspine_probe.decoding.kernels.launch import Launch, usable
-from dspine_probe.decoding.kernels.serial_slot import Best, plan_slot
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 The launches are those of `Problem.launches` on the meta device, so what is compiled is what would run: types,
 constants, alignment, warps, stages. From the machine code come registers, the stack a thread needs (spilled registers,
 arrays that did not fit) and shared memory; `faults` names what breaks a limit. Says nothing about speed. Entry points:
-`compile_launch`, `compile_all`, and  python -m dspine_probe.decoding.kernels.compile_check
+`compile_launch`, `compile_all`, and  python -m benchmarks.gpu.compile_check
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.problem import EMBEDDED, QWEN3_8B, Problem, Sizes
 from dspine_probe.decoding.kernels.launch import Launch, interpreting, triton
-from dspine_probe.decoding.kernels.problem import EMBEDDED, QWEN3_8B, Problem, Sizes
 from dspine_probe.errors import ProbeError
 
 SHARED_MEMORY = {90: 227 * 1024, 80: 163 * 1024}  # bytes one program may have, by architecture

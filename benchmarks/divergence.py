@@ -1,4 +1,4 @@
-"""Where two ways of decoding part, and whether they had a reason to.
+"""Where the answers of two decoding methods diverge, and whether rounding explains it.
 
 In bfloat16 sums are rounded, and where the target's two best tokens score almost the same, another order of rounding
 can turn them round; from there on the answers differ. `first_divergences` finds these places and measures, with an
@@ -51,7 +51,7 @@ class Divergence:
         return self.steps <= NEAR
 
 
-def parting(expected: Sequence[int], found: Sequence[int]) -> int | None:
+def divergence_at(expected: Sequence[int], found: Sequence[int]) -> int | None:
     """Tokens before the first difference of two answers that were given the same room; None if they are equal."""
     pairs = zip(expected, found, strict=False)
     return next((at for at, (one, other) in enumerate(pairs) if one != other), None)
@@ -74,11 +74,11 @@ def first_divergences(
         expected: greedy answers one way, such as plain decoding.
         found: greedy answers the other way, with the same length limit and stop ids. An answer ends at a stop id or the
             limit, so of two different ones neither is the beginning of the other.
-        judge: scores the two tokens at the place where they part.
+        judge: scores the two tokens at the place where they diverge.
     """
     parted = []
     for number, (prompt, one, other) in enumerate(zip(prompts, expected, found, strict=True)):
-        at = parting(one, other)
+        at = divergence_at(one, other)
         if at is not None:
             scores = _scores(target, [*prompt, *one[:at]], judge)
             parted.append(_divergence(number, at, one[at], other[at], scores))
@@ -87,7 +87,7 @@ def first_divergences(
 
 def _scores(target: Target, ids: Sequence[int], judge: Engines) -> Float[Tensor, "vocab"]:
     engine = judge.open_target(target, taps=(), rows=1, capacity=len(ids), width=1)
-    return engine.start([ids])[0].float()
+    return engine.prefill([ids])[0].float()
 
 
 def _divergence(prompt: int, at: int, expected: int, found: int, scores: Tensor) -> Divergence:

@@ -17,8 +17,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.gpu.serial_slot import Best, plan_slot, previous_token
 from dspine_probe.decoding.kernels.launch import Launch, block, cdiv, dot, jit, pow2, tl, usable, widened
-from dspine_probe.decoding.kernels.serial_slot import Best, plan_slot, previous_token
 
 
 @dataclass(frozen=True)

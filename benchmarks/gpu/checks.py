@@ -15,9 +15,11 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.gpu.gru import gru_step, gru_tokens
+from benchmarks.gpu.markov import markov_tokens
+from benchmarks.gpu.problem import Problem
 from dspine_probe.decoding.kernels.block_attention import block_attention, block_attention_reference
 from dspine_probe.decoding.kernels.candidates import top_candidates
-from dspine_probe.decoding.kernels.gru import gru_step, gru_tokens
 from dspine_probe.decoding.kernels.injection import inject, read, read_reference, write_reference
 from dspine_probe.decoding.kernels.last_write import pair_parts, pair_parts_reference
 from dspine_probe.decoding.kernels.launch import usable
@@ -28,8 +30,6 @@ from dspine_probe.decoding.kernels.layer_ops import (
     rotate_and_store_reference,
     silu_mul,
 )
-from dspine_probe.decoding.kernels.markov import markov_tokens
-from dspine_probe.decoding.kernels.problem import Problem
 from dspine_probe.decoding.kernels.walk import walk, walk_reference
 
 BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 2e-2}

@@ -12,15 +12,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from benchmarks.gpu.gru import GRUHead, plan_gru
+from benchmarks.gpu.markov import MarkovHead, plan_markov
 from dspine_probe.decoding.kernels.block_attention import PIECE, plan_attention
 from dspine_probe.decoding.kernels.candidates import plan_top
 from dspine_probe.decoding.kernels.folding import CodeTables, LayerInjection
-from dspine_probe.decoding.kernels.gru import GRUHead, plan_gru
 from dspine_probe.decoding.kernels.injection import plan_read, plan_write
 from dspine_probe.decoding.kernels.last_write import Pairs, Refiner, plan_pairs
 from dspine_probe.decoding.kernels.launch import Launch
-from dspine_probe.decoding.kernels.layer_ops import Heads, LayerCache, Rotary, plan_rotate, plan_silu_mul
-from dspine_probe.decoding.kernels.markov import MarkovHead, plan_markov
+from dspine_probe.decoding.kernels.layer_ops import HalfRotary, Heads, LayerCache, plan_rotate, plan_silu_mul
 from dspine_probe.decoding.kernels.walk import plan_walk
 
 
@@ -64,7 +64,7 @@ class Problem:
     noise: Float[Tensor, "batch draft_slot"]
     qkv: Float[Tensor, "row fused"]
     heads: Heads
-    rotary: Rotary
+    rotary: HalfRotary
     starts: Int[Tensor, "batch"]
     cache: LayerCache
     gate_up: Float[Tensor, "row two_inner"]
@@ -105,7 +105,7 @@ class Problem:
             noise=torch.rand(s.batch, draft_slots, device=device, generator=generator),
             qkv=fill(rows, (s.heads + 2 * s.kv_heads) * s.d_head),
             heads=Heads(s.heads, s.kv_heads, s.d_head, 1e-6, norms[0], norms[1]),
-            rotary=Rotary(angle.cos(), angle.sin()),
+            rotary=HalfRotary(angle.cos(), angle.sin()),
             starts=fill.ints(s.capacity - s.slots, s.batch),
             cache=LayerCache(*fill(2, s.batch, s.kv_heads, s.capacity, s.d_head)),
             gate_up=fill(rows, 2 * s.inner),
