@@ -1,19 +1,19 @@
 """The arena and its contrasts: shared anchors, exact states, and estimates checked against sums by hand."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from tiny import prompts, tiny_target
+from tiny import prompts, tiny_draft, tiny_target
 from torch import Tensor
 
-from dspine_probe.decoding.batch import generate_greedy
-from dspine_probe.decoding.continuous import Completion
+from dspine_probe.decoding.continuous import Completion, generate_greedy
 from dspine_probe.errors import ProbeError, UsageError
-from dspine_probe.experiments.arena import Arena
-from dspine_probe.experiments.arena_building import build_arena
-from dspine_probe.experiments.contrast import Draws, difference, macro, per_set, per_slot
+from dspine_probe.experiments.common.arena import Arena, build_arena
+from dspine_probe.experiments.common.intervals import Draws, difference, macro, per_set, per_slot, set_weights
+from dspine_probe.experiments.common.request import Request
 from dspine_probe.prompts import Prompt
 from dspine_probe.target import Target
 
@@ -116,3 +116,38 @@ def test_scores_that_do_not_fit_are_refused():
     for slots in ([], [0], [SLOTS + 1]):
         with pytest.raises(UsageError, match=rf"name some of 1…{SLOTS}"):
             macro(torch.zeros(len(arena.prompt), SLOTS), draws, slots)
+
+
+def test_a_kept_arena_is_used_again_only_for_the_same_request(tmp_path: Path):
+    asked, drafts = {}, {}
+    for name, seed in (("A", 0), ("B", 5)):
+        target, listed = tiny_target(seed=seed, stop_ids=()), prompts(8)
+        target.encode_chat = lambda text, listed=listed: listed[int(text)]
+        drafts[name] = tiny_draft(target)
+        asked[name] = Request(
+            target, {name: drafts[name]}, [Prompt(f"p{i}", f"set{i % 2}", str(i)) for i in range(8)],
+            max_new_tokens=20, folder=tmp_path,
+        )  # fmt: skip
+    first = asked["A"].arena
+    again = replace(asked["A"]).arena
+    assert torch.equal(again.answers[0].taps, first.answers[0].taps)
+    others = {
+        "target": asked["B"],
+        "prompts": replace(asked["A"], prompts=asked["A"].prompts[:6]),
+        r"anchors \(8, not 2\)": replace(asked["A"], anchors=2),
+        r"longest answer \(20, not 16\)": replace(asked["A"], max_new_tokens=16),
+        r"seed \(0, not 1\)": replace(asked["A"], seed=1),
+    }
+    for named, request in others.items():
+        with pytest.raises(UsageError, match=f"was made with another {named}; give --arena another folder"):
+            _ = request.arena
+    texts = [replace(prompt, text="7") for prompt in asked["A"].prompts]
+    with pytest.raises(UsageError, match="another prompts;"):
+        _ = replace(asked["A"], prompts=texts).arena
+    assert replace(asked["B"], folder=None).arena.about["key"] != first.about["key"]
+
+
+def test_a_set_with_one_prompt_left_has_no_interval():
+    weights = set_weights(["a", "b", "b"], seed=0, resamples=5)
+    assert (weights[0] == 1).all() and weights[1:].isnan().all()
+    assert not set_weights(["b", "b", "a", "a"], seed=0, resamples=5).isnan().any()

@@ -6,13 +6,16 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
 
 from dspine_probe.config import DFLASH, DSPINE
 from dspine_probe.errors import ProbeError, UsageError
-from dspine_probe.experiments.acceptance import AcceptanceResult, RequestCounts
-from dspine_probe.experiments.claim import PUBLISHED, Claim, Control
-from dspine_probe.experiments.emergence.result import EmergenceResult
-from dspine_probe.experiments.ledger import READERS, Filed, collect, render, write_ledger
+from dspine_probe.experiments.acceptance import AcceptanceCounts, AcceptanceResult, RequestCounts
+from dspine_probe.experiments.common.claims import PUBLISHED, Claim, Control
+from dspine_probe.experiments.common.intervals import Estimate
+from dspine_probe.experiments.common.rows import RowBuilder
+from dspine_probe.experiments.emergence import EmergenceResult
+from dspine_probe.experiments.ledger import Filed, collect, render, write_ledger
 
 
 def acceptance(gain=30, kinds=(DFLASH, DSPINE)):
@@ -23,28 +26,27 @@ def acceptance(gain=30, kinds=(DFLASH, DSPINE)):
         for name in ("math", "chat")
         for i in range(3)
     )
-    drafts = {name: {"architectures": [kind]} for name, kind in zip("ab", kinds, strict=True)}
-    return AcceptanceResult(
-        requests, {"drafts": drafts, "max_new_tokens": 99, "target": "toy"}, resamples=100
-    )
+    drafts = {name: {"architecture": kind} for name, kind in zip("ab", kinds, strict=True)}
+    counts = AcceptanceCounts(requests, resamples=100)
+    return AcceptanceResult.of(counts, {"max_new_tokens": 99, "target": "toy"}, drafts)
 
 
 def emergence(fall=0.2, gap=0.15, prompts=3):
     """A table with what P0 asks for; depth 3 of 4 is deep and not asked about."""
-    rows = []
-    for condition, value in (
+    rows = RowBuilder(EmergenceResult.FACTORS)
+    for setting, value in (
         ("trained", fall), ("untrained draft", fall - gap), ("trained − untrained draft", gap),
         ("attention cut", fall / 2),
     ):  # fmt: skip
         for metric, mean in (("top1_fall", value), ("top1_trend", -value)):
             for depth in range(5):
                 mean = -mean if depth > 2 else mean
-                rows.append(
-                    {"draft": "spine", "condition": condition, "reader": "translator", "depth": depth, "slot": 0,
-                     "metric": metric, "mean": mean, "low": mean - 0.05, "high": mean + 0.05, "n": 9, "prompts": 6}
+                found = Estimate(*(torch.tensor(end).double() for end in (mean, mean - 0.05, mean + 0.05)))
+                rows.add(
+                    found, draft="spine", metric=metric, n=9, depth=depth, setting=setting, reader="translator"
                 )  # fmt: skip
-    data = {"test_prompts_by_set": {"math": prompts, "chat": 4}}
-    return EmergenceResult(pd.DataFrame(rows), {}, {"spine": {}}, data, 1.0)
+    data = {"test_prompts": 6, "test_prompts_by_set": {"math": prompts, "chat": 4}}
+    return EmergenceResult(rows.table(), {}, {"spine": {}}, data, 1.0)
 
 
 @pytest.fixture
@@ -81,36 +83,33 @@ def test_an_edited_result_changes_the_ledger(folder):
     before = render(collect(folder))
     record = folder / "acceptance_public" / "acceptance.json"
     raw = json.loads(record.read_text())
-    raw["requests"][-1]["committed"] += 25
+    raw["data"]["requests"][-1]["committed"] += 25
     record.write_text(json.dumps(raw))
     changed = render(collect(folder))
     assert changed != before
     table = pd.read_csv(folder / "emergence.csv")
-    table.loc[(table["condition"] == "trained") & (table["depth"] == 1), ["mean", "low", "high"]] = (
+    table.loc[
+        (table["condition"] == "trained | translator") & (table["depth"] == 1), ["mean", "low", "high"]
+    ] = (
         -0.3,
         -0.4,
         -0.2,
     )
     table.to_csv(folder / "emergence.csv", index=False)
     final = render(collect(folder))
-    assert "-30.0 points [-40.0, -20.0] at depth 1" in final and "-30.0 points" not in changed
+    assert "-30.0 points (-40.0, -20.0) at depth 1" in final and "-30.0 points" not in changed
     assert "| does not hold |" in final and "| does not hold |" not in changed
 
 
-def test_every_kind_of_result_can_be_read_and_asked():
-    assert {published.id for published in PUBLISHED} == {"P0", "P1", "P2", "P3", "AL", "speed"}
-    assert {"emergence", "corruption", "injection_depth", "supervision", "acceptance", "bench"} == set(
-        READERS
-    )
-    for name, reader in READERS.items():
-        assert name and callable(reader.claims) and callable(reader.load)
+def test_published_claims_are_those_of_the_paper():
+    assert [published.id for published in PUBLISHED] == ["faster", "P0", "P1", "P2", "P3", "AL", "speed"]
 
 
 def test_acceptance_claims_the_ratio_and_how_far_it_carries():
     claim = acceptance().claims()[0]
     result = acceptance()
     assert (
-        f"= {float(result.paired_ratio('b', 'a').value):.2f} [" in claim.here
+        f"= {float(result.counts.paired_ratio('b', 'a').value):.2f} (" in claim.here
         and "n = 6 prompts" in claim.here
     )
     assert claim.holds is True and claim.controls[0] == Control(
@@ -125,7 +124,7 @@ def test_emergence_claims_hold_only_where_controls_could_tell():
     claim = emergence().claims()[0]
     assert (
         claim.holds is True
-        and "+20.0 points [+15.0, +25.0] at depth 2" in claim.here
+        and "+20.0 points (+15.0, +25.0) at depth 2" in claim.here
         and "depth 3" not in claim.here
     )
     passed = {control.name: control.passed for control in claim.controls}
@@ -155,7 +154,7 @@ def test_verdicts_controls_and_cells_are_spelled_out():
 
 
 def test_claims_nobody_published_and_broken_results_are_refused(folder):
-    with pytest.raises(UsageError, match="no published claim 'P9'; those in the ledger are P0, P1"):
+    with pytest.raises(UsageError, match="no published claim 'P9'; those in the ledger are faster, P0, P1"):
         Claim.on("P9", here="", holds=None, command="")
     with pytest.raises(UsageError, match="is not a folder"):
         collect(folder / "nowhere")

@@ -1,4 +1,4 @@
-"""Figures: offline pages, words beside every picture, tensors of any kind, colours that can be told apart."""
+"""Figures: offline pages, words beside every picture, tensors of any kind, colours that differ in grey too."""
 
 import re
 from html.parser import HTMLParser
@@ -12,13 +12,12 @@ from test_emergence import SMALL, make_rows
 from tiny import tiny_draft, tiny_target
 
 from dspine_probe.config import DFLASH, DSPINE
-from dspine_probe.errors import ProbeError
-from dspine_probe.experiments.acceptance import AcceptanceResult, RequestCounts
+from dspine_probe.errors import ProbeError, UsageError
 from dspine_probe.experiments.emergence import emergence
-from dspine_probe.experiments.speed import Decoded, SpeedResult
-from dspine_probe.plots import acceptance, figure_block, speed, style
 from dspine_probe.plots import emergence as emergence_plots
-from dspine_probe.plots.figure_block import FigureBlock, write_figure, write_report
+from dspine_probe.plots import figure_block, style
+from dspine_probe.plots.figure_block import FigureBlock, write_figure
+from dspine_probe.plots.panels import floors, grids, panels
 
 
 def _emergence():
@@ -30,40 +29,14 @@ def _emergence():
     return emergence(drafts, make_rows(9), config=SMALL)
 
 
-def _acceptance():
-    generator = torch.Generator().manual_seed(0)
-    requests = []
-    for number in range(12):
-        for draft in ("dflash", "dspine"):
-            kept = torch.randint(0, 5, (8,), generator=generator)
-            reached, passed = (tuple(int((kept >= k - less).sum()) for k in range(1, 5)) for less in (1, 0))
-            committed = int(kept.sum()) + 8
-            requests.append(
-                RequestCounts(draft, "ab"[number % 2], str(number), 8, committed, False, reached, passed)
-            )
-    return AcceptanceResult(tuple(requests), {"target": "tiny"}, resamples=20)
-
-
-def _speed():
-    answers = [
-        Decoded(mode, "a", str(i), 20, 20 // step, 2.0 / step, 0.2 * (step > 1), 1.0 / step, True)
-        for i in range(4)
-        for mode, step in (("plain", 1), ("dflash", 2))
-    ]
-    return SpeedResult(tuple(answers), {"threads": 2}, resamples=20)
-
-
 @pytest.fixture(scope="module")
 def blocks():
-    read, kept = _emergence(), _acceptance()
+    read = _emergence()
     return {
         "heatmaps": emergence_plots.heatmaps(read),
         "codes": emergence_plots.heatmaps(read, reader="nearest code", metric="mrr"),
         "slots": emergence_plots.slot_curves(read),
         "controls": emergence_plots.controls(read),
-        "bars": acceptance.bars(kept),
-        "survival": acceptance.survival(kept),
-        "speed": speed.bars(_speed()),
     }
 
 
@@ -86,34 +59,6 @@ def _parse(path):
     return loads
 
 
-def test_report_is_one_file_that_loads_nothing(blocks, tmp_path):
-    write_report(tmp_path / "report.html", list(blocks.values()), heading="A <report>", intro="5 < 6 & so on")
-    page = _parse(tmp_path / "report.html")
-    assert page.found == [] and [p.name for p in tmp_path.iterdir()] == ["report.html"]
-    text = (tmp_path / "report.html").read_text(encoding="utf-8")
-    library = figure_block.get_plotlyjs()
-    assert text.count(library) == 1
-    rest = text.replace(library, "")
-    assert (
-        not re.search(r"(https?:)?//[a-z0-9.-]+\.[a-z]{2,}", rest)
-        and "@import" not in rest
-        and "url(" not in rest
-    )
-    assert rest.count("Plotly.newPlot(") == len(blocks)
-    assert "A &lt;report&gt;" in rest and "5 &lt; 6 &amp; so on" in rest
-
-
-def test_report_says_in_words_what_it_shows(blocks, tmp_path):
-    write_report(tmp_path / "report.html", list(blocks.values()), heading="h", intro="i")
-    tags = _parse(tmp_path / "report.html").tags
-    pictures = [a for _, a in tags if a.get("role") == "img"]
-    assert [a["aria-label"] for a in pictures] == [block.alt for block in blocks.values()]
-    assert sum(tag == "details" for tag, _ in tags) == sum(tag == "table" for tag, _ in tags) == len(blocks)
-    ids = [a["id"] for _, a in tags if "id" in a]
-    assert len(ids) == len(set(ids)) and ("html", {"lang": "en"}) in tags
-    assert "prefers-color-scheme: dark" in (tmp_path / "report.html").read_text(encoding="utf-8")
-
-
 def test_every_block_has_words_and_numbers_that_agree(blocks):
     for name, block in blocks.items():
         assert (
@@ -134,7 +79,7 @@ def test_heatmap_cells_are_the_table(blocks):
 
 
 def test_curves_carry_intervals(blocks):
-    for name in ("slots", "controls", "bars", "survival"):
+    for name in ("slots", "controls"):
         for trace in blocks[name].figure.data:
             assert not trace.error_y.symmetric and (np.asarray(trace.error_y.array) >= -1e-5).all()
             assert (np.asarray(trace.error_y.arrayminus) >= -1e-5).all()
@@ -180,6 +125,58 @@ def test_ink_and_lines_stand_out_from_the_paper():
     assert len({look["marker"]["symbol"] for look in looks}) == 7
 
 
+# ---- panels
+
+
+def _rows():
+    return pd.DataFrame(
+        [
+            {"draft": draft, "kind": kind, "site": site, "mean": 0.1 * at, "low": 0.05 * at, "high": low}
+            for draft in ("a", "b")
+            for kind in ("x", "y")[draft == "b" :]
+            for at, (site, low) in enumerate((("near", 0.3), ("far", float("nan"))), start=1)
+        ]
+    )
+
+
+def test_panels_draw_every_series_once_in_the_legend_with_its_interval():
+    for kind, trace in (("bars", go.Bar), ("lines", go.Scatter), ("points", go.Scatter)):
+        figure = panels(
+            _rows(), by="kind", x="site", kind=kind, scale=100, names={"x": "wrong", "y": "right"}
+        )
+        assert [type(one) for one in figure.data] == [trace] * 3
+        assert [(one.name, one.showlegend) for one in figure.data] == [
+            ("wrong", True), ("right", True), ("right", False),
+        ]  # fmt: skip
+        assert figure.data[0].y.tolist() == pytest.approx([10, 20]) and figure.data[2].xaxis == "x2"
+        assert figure.data[0].error_y.array[0] == pytest.approx(20) and np.isnan(
+            figure.data[0].error_y.array[1]
+        )
+        assert [a.text for a in figure.layout.annotations] == ["a", "b"]
+    assert len(panels(_rows(), by="draft", x="site", column=None).data) == 2
+    with pytest.raises(UsageError, match="nothing to draw"):
+        panels(_rows()[:0], by="kind", x="site")
+
+
+def test_floors_lie_in_the_panel_of_their_row():
+    figure = panels(_rows(), by="kind", x="site")
+    floors(figure, pd.DataFrame([{"draft": "b", "kind": "chance", "mean": 0.02}]), by="kind", scale=100)
+    (line,) = figure.layout.shapes
+    assert (line.y0, line.yref, figure.layout.annotations[-1].text) == (2, "y2", "chance")
+
+
+def test_grids_share_one_scale():
+    table = pd.DataFrame({1: [0.1, 0.4], 2: [0.2, 0.3]}, index=[1, 2])
+    figure = grids({"a": table, "b": 2 * table}, unit="share", x="slot", y="layer", digits=2, top=0.8)
+    assert [trace.coloraxis for trace in figure.data] == [
+        "coloraxis"
+    ] * 2 and figure.layout.coloraxis.cmax == 0.8
+    assert figure.data[1].z.tolist() == pytest.approx((2 * table).to_numpy()) and figure.data[0].x == (
+        "1",
+        "2",
+    )
+
+
 # ---- files
 
 
@@ -218,4 +215,4 @@ def test_png_is_written_where_a_browser_draws(tmp_path, monkeypatch):
 def test_an_unwritable_folder_is_one_sentence(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ProbeError, match="cannot be written"):
-        write_report(tmp_path / "file" / "report.html", [_block()], heading="h", intro="i")
+        write_figure(tmp_path / "file" / "one", _block())

@@ -1,64 +1,31 @@
 """The claims ledger: `docs/claims.md`, written from saved results and from nothing else.
 
-Every result in a folder that can speak to a published claim is loaded and asked for its `claims()`; what no result
+Every result in a folder that an experiment of the registry made is loaded and asked for its `claims()`; what no result
 speaks to is listed as not measured. The same results always give the same text, and other numbers give another.
 Entry points: `collect`, `render`, `write_ledger`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from dspine_probe.errors import ProbeError, UsageError
-from dspine_probe.experiments import acceptance
-from dspine_probe.experiments.bench import result as bench
-from dspine_probe.experiments.claim import PUBLISHED, Claim, Control, Published
-from dspine_probe.experiments.corruption import result as corruption
-from dspine_probe.experiments.emergence import result as emergence
-from dspine_probe.experiments.injection_depth import result as injection_depth
-from dspine_probe.experiments.supervision import result as supervision
+from dspine_probe.experiments.common.claims import OUTCOMES, PUBLISHED, VERDICTS, Claim, Control, Published
+from dspine_probe.experiments.registry import EXPERIMENTS
 from dspine_probe.files import write_atomically
 
 COMMAND = "dspine-probe ledger"
-VERDICTS = {True: "holds", False: "does not hold", None: "not decided"}
-_OUTCOMES = {True: "passed", False: "failed", None: "open"}
 _INTRO = f"""# Claims ledger
 
 What the DSpine publication (arXiv 2609.36173) claims, and what was measured here. The paper's numbers are its authors';
 ours are on the embedded target and drafts hundreds of times smaller, trained on a CPU. They stand beside each other,
-never in place of each other. Brackets are 95 % intervals. A control that is "open" was reported without a bar to pass,
-or was not measured. Where several results speak to a claim, each has a row; drafts with a number in their
+never in place of each other. Parentheses hold 95 % intervals. A control that is "open" was reported without a bar to
+pass, or was not measured. Where several results speak to a claim, each has a row; drafts with a number in their
 name, and what else is not shipped, are made by the commands in [training.md](training.md). This file is written by
 `{COMMAND}` from `data/results/`; edit those, not this.
 """
-
-
-class Result(Protocol):
-    """A result that can speak to published claims."""
-
-    def claims(self) -> list[Claim]:
-        """Its lines of the ledger."""
-
-
-class Reader(Protocol):
-    """The class of such a result."""
-
-    def load(self, folder: str | Path) -> Result:
-        """The result saved in a folder."""
-
-
-READERS: Mapping[str, Reader] = {
-    emergence.NAME: emergence.EmergenceResult,
-    corruption.NAME: corruption.CorruptionResult,
-    injection_depth.NAME: injection_depth.InjectionDepthResult,
-    supervision.NAME: supervision.SupervisionResult,
-    acceptance.NAME: acceptance.AcceptanceResult,
-    bench.NAME: bench.BenchResult,
-}
-"""By the file name under which results are saved."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +37,7 @@ class Filed:
 
 
 def collect(folder: str | Path) -> list[Filed]:
-    """The claims of every known result in `folder` and below, by file name, then path.
+    """The claims of every result of the registry in `folder` and below, by experiment, then path.
 
     Raises:
         UsageError: there is no such folder.
@@ -82,11 +49,12 @@ def collect(folder: str | Path) -> list[Filed]:
             f"{folder} is not a folder; give the one that holds saved results, such as data/results."
         )
     filed = []
-    for name, reader in READERS.items():
-        for record in sorted(folder.rglob(f"{name}.json")):
+    for experiment in EXPERIMENTS.values():
+        kind = experiment.load_result_class()
+        for record in sorted(folder.rglob(f"{kind.NAME}.json")):
             source = record.relative_to(folder).as_posix()
             try:
-                claims = reader.load(record.parent).claims()
+                claims = kind.load(record.parent).claims()
             except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
                 raise ProbeError(
                     f"{record} gives no claims ({type(error).__name__}: {error}); make it again."
@@ -129,13 +97,13 @@ def _section(published: Published, filed: Sequence[Filed]) -> list[str]:
         lines[-1] += f"From `{one.source}`, made by `{claim.command}`."
         if claim.controls:
             lines += ["", "| control | outcome | |", "|---|---|---|"]
-            lines += [_row((c.name, c.outcome, _OUTCOMES[c.passed])) for c in claim.controls]
+            lines += [_row((c.name, c.outcome, OUTCOMES[c.passed])) for c in claim.controls]
     return lines
 
 
 def _tally(controls: Sequence[Control]) -> str:
-    counts = {state: sum(control.passed is state for control in controls) for state in _OUTCOMES}
-    found = [f"{count} {_OUTCOMES[state]}" for state, count in counts.items() if count]
+    counts = {state: sum(control.passed is state for control in controls) for state in OUTCOMES}
+    found = [f"{count} {OUTCOMES[state]}" for state, count in counts.items() if count]
     return ", ".join(found) or "none"
 
 

@@ -13,15 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformer_lens.hook_points import HookPoint
 
-from dspine_probe.drafts import Context, Draft, DSpine
-from dspine_probe.drafts.layers import Block
+from dspine_probe.drafts import Context, Draft
 from dspine_probe.errors import UsageError
 from dspine_probe.hooks import HookedDraft
 
@@ -59,16 +57,20 @@ class SweepScores:
 def places(draft: Draft) -> list[str]:
     """Hook points on the residual path, in the order in which a pass meets them."""
     names = ["hook_embed"]
-    after = ["hook_resid_pre", "hook_attn_out", "hook_resid_mid", "hook_mlp_out", "hook_resid_post"]
-    after += ["inject.hook_out", "inject.hook_resid"] if isinstance(draft, DSpine) else []
-    return names + [f"blocks.{layer}.{name}" for layer in range(len(draft.blocks)) for name in after]
+    for layer in range(len(draft.blocks)):
+        names.append(f"blocks.{layer}.hook_resid_pre")
+        names += [name for stage in draft.stages(layer) for name in (stage.added, stage.after)]
+    return names
+
+
+def residual_names(draft: Draft) -> list[str]:
+    """Hook points of depths 0…L: the block embedding, then the stream after each layer and what follows it."""
+    return ["hook_embed"] + [draft.stages(layer)[-1].after for layer in range(len(draft.blocks))]
 
 
 def residual_sites(draft: Draft) -> list[Site]:
-    """Every slot of the stream at depths 0…L: the block embedding, then after each layer and its injection if any."""
-    after = "inject.hook_resid" if isinstance(draft, DSpine) else "hook_resid_post"
-    names = ["hook_embed"] + [f"blocks.{layer}.{after}" for layer in range(len(draft.blocks))]
-    return [Site(name, slot) for name in names for slot in range(draft.config.block_size)]
+    """Every slot of the stream at depths 0…L."""
+    return [Site(name, slot) for name in residual_names(draft) for slot in range(draft.config.block_size)]
 
 
 @torch.no_grad()
@@ -199,20 +201,15 @@ def _walk(draft: Draft, blocks: Blocks, sites: Sequence[Site], values: Values) -
     embedded = draft.embed_block(blocks.anchor_tokens, width)
     streams = _Streams(embedded.view(*blocks.anchors.shape, 1, *embedded.shape[1:]), sites, values)
     streams.fork("hook_embed")
-    for layer, block in enumerate(cast("Sequence[Block]", draft.blocks)):
-        at = f"blocks.{layer}."
-        streams.fork(at + "hook_resid_pre")
-        anchors = blocks.anchors.repeat_interleave(streams.copies, dim=1)
-        rotary, bias = draft.block_inputs(context, anchors, width)
-        x = streams.rows
-        attended = block.attn(block.ln1(x), context.keys[layer], context.values[layer], rotary, bias)
-        streams.advance(at + "hook_attn_out", at + "hook_resid_mid", x + attended)
-        x = streams.rows
-        streams.advance(at + "hook_mlp_out", at + "hook_resid_post", x + block.mlp(block.ln2(x)))
-        if isinstance(draft, DSpine):
-            tokens = blocks.anchor_tokens.flatten().repeat_interleave(streams.copies)
-            injected = draft.inject(layer, streams.rows, draft.scaled_codes(tokens, x.dtype)[:, None])
-            streams.advance(at + "inject.hook_out", at + "inject.hook_resid", injected)
+    for layer in range(len(draft.blocks)):
+        streams.fork(f"blocks.{layer}.hook_resid_pre")
+        for stage in draft.stages(layer):
+            tokens, anchors = (
+                each.repeat_interleave(streams.copies, dim=1)
+                for each in (blocks.anchor_tokens, blocks.anchors)
+            )
+            inputs = draft.block_inputs(context, tokens, anchors, width)
+            streams.advance(stage.added, stage.after, stage.step(streams.rows, inputs))
     return streams
 
 

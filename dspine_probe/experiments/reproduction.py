@@ -1,177 +1,168 @@
-"""The main job: the findings, acceptance and real decoding of the shipped drafts, from one set of answers.
+"""The main job: every experiment of the registry that takes part, on one set of answers.
 
-The target answers the prompts once and its states are read once; every experiment uses the same. Corruption and
-injection are measured in their fast forms. Nothing is drawn here: `dspine_probe.report` turns a `Reproduction` into
-figures and pages.
+The target answers the prompts once and its states are read once; every experiment uses the same. Nothing is drawn
+here: `dspine_probe.report` turns a `Reproduction` into figures and pages.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
+import torch
 
-from dspine_probe.drafts import Draft
-from dspine_probe.experiments.acceptance import AcceptanceResult
-from dspine_probe.experiments.arena_building import choose_blocks, read_states
-from dspine_probe.experiments.corruption.config import CorruptionConfig
-from dspine_probe.experiments.corruption.measure import corruption
-from dspine_probe.experiments.corruption.result import CorruptionResult
-from dspine_probe.experiments.emergence import EmergenceConfig, emergence
-from dspine_probe.experiments.emergence.result import EmergenceResult
-from dspine_probe.experiments.evaluation import accept, answer_prompts
-from dspine_probe.experiments.injection_depth.measure import InjectionConfig, injection_depth
-from dspine_probe.experiments.injection_depth.result import InjectionDepthResult
-from dspine_probe.experiments.injection_depth.store import InjectorSet
-from dspine_probe.experiments.progress import Progress, silent
-from dspine_probe.experiments.speed import PLAIN, SpeedResult, decode_all
+from dspine_probe.decoding.fast_cpu import FastCpu
+from dspine_probe.decoding.generate import generate
+from dspine_probe.decoding.reference import REFERENCE
+from dspine_probe.errors import UsageError
+from dspine_probe.experiments.common.claims import PUBLISHED, Claim
+from dspine_probe.experiments.common.progress import Progress
+from dspine_probe.experiments.common.request import NothingToMeasure, Request
+from dspine_probe.experiments.common.schema import MEAN, Result
+from dspine_probe.experiments.common.wording import number
+from dspine_probe.experiments.registry import EXPERIMENTS, Experiment
+from dspine_probe.experiments.speed.table import PLAIN
 from dspine_probe.prompts import Prompt
-from dspine_probe.target import Target
 
-_SHALLOW = 2
-
-
-@dataclass(frozen=True)
-class ReproductionConfig:
-    """Sizes of the run. Real decoding uses the first `decoded_prompts`, which take the seven kinds in turn."""
-
-    max_new_tokens: int = 96
-    batch_size: int = 32
-    decoded_prompts: int = 7
-    decoded_tokens: int = 64
-    blocks_per_answer: int = 4
-    seed: int = 0
+ANCHORS = 4
+"""Blocks drafted on each answer."""
+CHECKED = 32
+"""Tokens that the fast engine and the readable loop are compared on."""
+SPEED = "speed"
+FEWEST_PROMPTS = 5
+"""Prompts of each set: emergence tests on half of them, and two tested prompts are the least that give an interval."""
 
 
 @dataclass(frozen=True)
 class Reproduction:
-    """What was measured, by experiment, and the seconds it took in all; no injection where there were no injectors."""
+    """What was measured, by experiment; why others were left out; and the seconds it took in all.
 
-    emergence: EmergenceResult
-    corruption: CorruptionResult
-    injection: InjectionDepthResult | None
-    acceptance: AcceptanceResult
-    speed: SpeedResult
+    engines_agree: whether the fast engine and the readable loop write the same tokens in fp32; None where not asked.
+    """
+
+    results: Mapping[str, Result]
+    left_out: Mapping[str, str]
     seconds: float
+    engines_agree: bool | None = None
 
     def save(self, folder: Path) -> None:
         """Write every experiment's table and record."""
-        self.emergence.save(folder)
-        self.corruption.save(folder)
-        if self.injection is not None:
-            self.injection.save(folder)
-        self.acceptance.save(folder)
-        self.speed.save(folder)
+        for result in self.results.values():
+            result.save(folder)
 
     def findings(self) -> list[str]:
         """What each experiment says, in its own sentences."""
-        injected = [] if self.injection is None else self.injection.findings()
-        return [*self.emergence.findings(), *self.corruption.findings(), *injected]
+        return [sentence for result in self.results.values() for sentence in result.findings()]
+
+    def claims(self) -> list[tuple[str, Claim]]:
+        """Published claims that were measured, in the ledger's order, each with its experiment's name."""
+        order = [published.id for published in PUBLISHED]
+        found = [(name, claim) for name, result in self.results.items() for claim in result.claims()]
+        return sorted(found, key=lambda pair: order.index(pair[1].id))
 
     def summary(self) -> pd.DataFrame:
-        """One row for plain decoding and each draft: AL, tokens per second, speedup, readability after layer 2."""
+        """One row for plain decoding and for each draft: speedup, tokens per second, tokens per round."""
+        speed, acceptance = self.results["speed"], self.results["acceptance"]
+        cells: dict[str, tuple[Result, dict[str, Any], int]] = {
+            "times plain": (speed, {"metric": "speedup", "set": "all"}, 2),
+            "tokens/s": (speed, {"metric": "tokens_per_second", "set": "all"}, 1),
+            "tokens per round": (acceptance, {"metric": "al", "set": MEAN}, 2),
+        }
         rows = []
-        for mode in self.speed.modes:
-            row = {"": mode, "AL": "1", "tokens/s": _interval(self.speed.tokens_per_second(mode), digits=1)}
-            row |= {"speedup": "1", "read": "–"}
-            if mode != PLAIN:
-                shallow = self.emergence.grid(mode).loc[_SHALLOW]
-                ends = [100 * shallow[slot] for slot in (1, 2, shallow.index[-1])]
-                row["AL"] = _interval(self.acceptance.acceptance_length(mode))
-                row["speedup"] = _interval(self.speed.speedup(mode))
-                row["read"] = " / ".join(f"{share:.1f}" for share in ends) + " %"
+        for method in dict.fromkeys(speed.table["draft"]):
+            row = {"": method}
+            for title, (result, wanted, digits) in cells.items():
+                found = result.select(draft=method, **wanted)
+                own = method == PLAIN and title != "tokens/s"  # plain decoding is the unit
+                row[title] = "1" if own else number(found.iloc[0], digits)
             rows.append(row)
-        return pd.DataFrame(rows).rename(columns={"read": f"slots 1 / 2 / T read at depth {_SHALLOW}"})
+        return pd.DataFrame(rows)
 
 
-def reproduce(
-    target: Target,
-    drafts: Mapping[str, Draft],
-    prompts: Sequence[Prompt],
-    *,
-    injectors: Mapping[str, InjectorSet] | None = None,
-    config: ReproductionConfig | None = None,
-    on_progress: Progress | None = None,
-) -> Reproduction:
-    """Measure emergence, corruption, injection depth, acceptance and real decoding of `drafts` on `prompts`.
+def refuse_few(prompts: Sequence[Prompt]) -> None:
+    """Refuse sets with too few prompts for an interval, before any work.
+
+    Raises:
+        UsageError: naming the set and how many prompts would do.
+    """
+    sets = list(dict.fromkeys(prompt.set for prompt in prompts))
+    for name in sets:
+        count = sum(prompt.set == name for prompt in prompts)
+        if count < FEWEST_PROMPTS:
+            raise UsageError(
+                f"the set {name!r} has {count} of the {len(prompts)} prompts and an interval needs {FEWEST_PROMPTS}; "
+                f"take more, such as --limit {FEWEST_PROMPTS * max(len(sets), 7)}, or all of them."
+            )
+
+
+def reproduce(request: Request, on_speed: Callable[[Reproduction], None] | None = None) -> Reproduction:
+    """Run every experiment that takes part, speed first, which needs no answers and is what a newcomer asks.
 
     Args:
-        target: in fp32, so that offline rounds are those of real decoding.
-        drafts: by name, all reading the same taps.
-        prompts: held out from the drafts' training, two or more of each set.
-        injectors: trained injectors of some of the drafts, by their names.
-        config: sizes and seed.
-        on_progress: called with (stage, done, total).
+        request: target, drafts and prompts; its `on_progress` is called with ("3 of 6: emergence", done, total).
+        on_speed: called with what there is once speed was measured.
+
+    Raises:
+        UsageError: there are too few prompts in a set.
     """
-    config = config or ReproductionConfig()
-    report = on_progress or silent
+    refuse_few(request.prompts)
     began = time.perf_counter()
-    answers = answer_prompts(
-        target,
-        prompts,
-        max_new_tokens=config.max_new_tokens,
-        batch_size=config.batch_size,
-        on_progress=report,
-    )
-    taps = next(iter(drafts.values())).config.target_layer_ids
-    states = read_states(target, prompts, answers, taps, batch_size=config.batch_size, on_progress=report)
-    acceptance = accept(
-        target,
-        drafts,
-        prompts,
-        answers,
-        max_new_tokens=config.max_new_tokens,
-        batch_size=config.batch_size,
-        seed=config.seed,
-        states=states,
-        on_progress=report,
-    )
-    read = emergence(
-        drafts,
-        states,
-        sets=[prompt.set for prompt in prompts],
-        config=EmergenceConfig(train_rows=2048, validation_rows=512, seed=config.seed),
-        on_step=lambda _what, done, total: report("emergence", done, total),
-    )
-    arena = choose_blocks(
-        states,
-        prompts,
-        slots=next(iter(drafts.values())).config.num_slots,
-        per_answer=config.blocks_per_answer,
-        seed=config.seed,
-        about={"target": target.name, "taps": list(taps), "max_new_tokens": config.max_new_tokens},
-    )
-    corrupted = corruption(
-        drafts,
-        target,
-        arena,
-        config=replace(CorruptionConfig.fast(), seed=config.seed),
-        on_step=lambda _what, done, total: report("corruption", done, total),
-    )
-    injected = None
-    if injectors:
-        injected = injection_depth(
-            {name: drafts[name] for name in injectors},
-            injectors,
-            target,
-            arena,
-            config=InjectionConfig(fast=True, shares=(), seed=config.seed),
-            on_progress=lambda _name, done, total: report("injection", done, total),
-        )
-    speed = decode_all(
-        target,
-        drafts,
-        prompts[: config.decoded_prompts],
-        max_new_tokens=config.decoded_tokens,
-        seed=config.seed,
-        on_progress=report,
-    )
-    return Reproduction(read, corrupted, injected, acceptance, speed, time.perf_counter() - began)
+    taking_part = {name: one for name, one in EXPERIMENTS.items() if one.reproduced is not None}
+    stages = _Stages(request.on_progress, len(taking_part) + 1)
+    request = replace(request, on_progress=stages)
+    found = Reproduction({}, {}, 0.0)
+    for name in sorted(taking_part, key=lambda name: name != SPEED):
+        if name != SPEED and stages.number <= 1:
+            stages.start("answers")
+            _ = request.arena
+        found = _measured(found, taking_part[name], request, stages)
+        if name == SPEED and SPEED in found.results:
+            found = replace(found, engines_agree=engines_agree(request))
+            if on_speed is not None:
+                on_speed(found)
+    return replace(found, seconds=time.perf_counter() - began)
 
 
-def _interval(found: object, digits: int = 2) -> str:
-    value, low, high = (float(getattr(found, name)) for name in ("value", "low", "high"))
-    return f"{value:.{digits}f} ({low:.{digits}f}–{high:.{digits}f})"
+def _measured(found: Reproduction, experiment: Experiment, request: Request, stages: _Stages) -> Reproduction:
+    """What was found, with one experiment more."""
+    stages.start(experiment.name)
+    config = replace(experiment.load_config()(**experiment.reproduced or {}), seed=request.seed)
+    try:
+        result = experiment.load_run()(request, config)
+    except NothingToMeasure as reason:
+        return replace(found, left_out={**found.left_out, experiment.name: str(reason)})
+    return replace(found, results={**found.results, experiment.name: result})
+
+
+def engines_agree(request: Request) -> bool | None:
+    """Whether the fast engine and the readable loop answer the first prompt alike in fp32, plainly and with each draft.
+
+    Speed is measured on the fast engine; this is its check. None where the fast engine does not run.
+    """
+    target = request.target
+    if target.device.type != "cpu" or target.dtype != torch.float32:
+        return None
+    ids, engines = target.encode_chat(request.prompts[0].text), (FastCpu(torch.float32), REFERENCE)
+    return all(
+        len({generate(target, draft, ids, max_new_tokens=CHECKED, engines=one).tokens for one in engines})
+        == 1
+        for draft in (None, *request.drafts.values())
+    )
+
+
+class _Stages:
+    """Progress under the name of the stage that is on, and its number of all."""
+
+    def __init__(self, on_progress: Progress, total: int) -> None:
+        self.on_progress, self.total, self.number, self.name = on_progress, total, 0, ""
+
+    def start(self, name: str) -> None:
+        self.number, self.name = self.number + 1, name
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        part = "" if what == self.name else f", {what}"
+        self.on_progress(f"{self.number} of {self.total}: {self.name}{part}", done, total)

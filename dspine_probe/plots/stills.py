@@ -26,6 +26,8 @@ PLOTLY, PNG = "application/vnd.plotly.v1+json", "image/png"
 def add_stills(path: str | Path) -> int:
     """Put a PNG beside every plotly figure of a notebook that has none yet; how many were drawn.
 
+    The times at which cells ran are dropped, so that a notebook changes only where its outputs do.
+
     Raises:
         UsageError: no browser is at hand to draw them.
     """
@@ -39,7 +41,8 @@ def add_stills(path: str | Path) -> int:
     for data in missing:
         drawn = go.Figure(data[PLOTLY]).to_image("png", width=900, scale=1)
         data[PNG] = base64.b64encode(drawn).decode()
-    if missing:
+    timed = [cell.metadata.pop("execution") for cell in notebook.cells if "execution" in cell.metadata]
+    if missing or timed:
         write_atomically(path, lambda to: nbformat.write(notebook, to))
     return len(missing)
 

@@ -19,6 +19,7 @@ PAPER, INK, GRID = "#ffffff", "#1a1a1a", "#d9d9d9"
 # Okabe and Ito's palette without its yellow, which white paper swallows.
 CATEGORICAL = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 MARKERS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star")
+PATTERNS = ("", "/", ".", "x", "-")
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot", "solid")
 FONT = "system-ui, sans-serif"
 

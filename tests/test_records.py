@@ -1,15 +1,14 @@
-"""Bootstrap intervals and results on disk."""
+"""Bootstrap intervals, and records on disk."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
-import pandas as pd
 import pytest
 import torch
 
 from dspine_probe.errors import ProbeError, UsageError
-from dspine_probe.experiments.results import load_result, save_result
-from dspine_probe.experiments.stats import draw_counts, ratio_estimate, ratio_samples
+from dspine_probe.experiments.common.intervals import draw_counts, ratio_estimate, ratio_samples
+from dspine_probe.experiments.common.records import read_record, write_record
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -64,22 +63,19 @@ class Settings:
     layers: tuple[int, ...]
 
 
-def test_result_comes_back(tmp_path: Path):
-    frame = pd.DataFrame({"slot": [1, 2], "value": [0.5, 0.25]})
+def test_a_record_comes_back_with_the_versions(tmp_path: Path):
     record = {"config": Settings(float("nan"), (1, 2)), "seed": 3, "folder": tmp_path, "curve": torch.ones(2)}
-    save_result(tmp_path / "run", "toy", frame, record)
-    table, loaded = load_result(tmp_path / "run", "toy")
-    pd.testing.assert_frame_equal(table, frame)
+    write_record(tmp_path / "run", "toy", record)
+    loaded = read_record(tmp_path / "run", "toy")
     assert loaded["config"] == {"rate": None, "layers": [1, 2]}
-    assert loaded["seed"] == 3 and loaded["curve"] == [1.0, 1.0]
+    assert loaded["seed"] == 3 and loaded["curve"] == [1.0, 1.0] and loaded["folder"] == str(tmp_path)
     assert {"torch", "transformers", "dspine_probe"} <= set(loaded["versions"])
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["toy.csv", "toy.json"]
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["toy.json"]
 
 
-def test_absent_and_broken_results_are_named(tmp_path: Path):
-    with pytest.raises(UsageError, match="toy.csv was not found"):
-        load_result(tmp_path, "toy")
-    save_result(tmp_path, "toy", pd.DataFrame({"a": [1]}), {})
+def test_absent_and_broken_records_are_named(tmp_path: Path):
+    with pytest.raises(UsageError, match="toy.json was not found"):
+        read_record(tmp_path, "toy")
     (tmp_path / "toy.json").write_text('{"half":')
     with pytest.raises(ProbeError, match="make it again"):
-        load_result(tmp_path, "toy")
+        read_record(tmp_path, "toy")

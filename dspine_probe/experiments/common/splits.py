@@ -118,6 +118,13 @@ def split_prompts(
     return Split(part, group, set_index, set_names)
 
 
+def part_sizes(count: int, train_share: float, validation_share: float) -> tuple[int, int, int]:
+    """How many of a set's `count` groups, three or more, are trained, validated and tested on."""
+    validation = max(1, round(validation_share * count))
+    train = min(max(1, round(train_share * count)), count - validation - 1)
+    return train, validation, count - train - validation
+
+
 def _parts(
     count: int, name: str, train_share: float, validation_share: float, generator: torch.Generator
 ) -> Int[Tensor, "group"]:
@@ -125,8 +132,7 @@ def _parts(
         raise UsageError(
             f"the set {name!r} has {count} prompts with a response long enough; three are the least."
         )
-    validation = max(1, round(validation_share * count))
-    train = min(max(1, round(train_share * count)), count - validation - 1)
+    train, validation, _ = part_sizes(count, train_share, validation_share)
     ordered = torch.full((count,), _TEST)
     ordered[:train] = _TRAIN
     ordered[train : train + validation] = _VALIDATION

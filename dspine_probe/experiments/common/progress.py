@@ -12,7 +12,7 @@ def silent(_what: str, _done: int, _total: int) -> None:
 
 
 class Ticker:
-    """Counts steps, each by one call that says what was done, and tells whoever listens."""
+    """Counts steps, each by one call that says what was done, and reports it."""
 
     def __init__(self, on_step: Progress | None, total: int) -> None:
         self.on_step, self.total, self.done = on_step, total, 0

@@ -1,0 +1,1 @@
+"""What all experiments share: prompts and answers, splits, intervals, the result schema, claims and their wording."""
