@@ -1,6 +1,6 @@
 """Emergence: matched labels, readers, controls, statistics, and the result on disk."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
@@ -12,13 +12,18 @@ from torch.nn import functional
 
 from dspine_probe.config import DFLASH, DSPINE
 from dspine_probe.errors import ProbeError, UsageError
+from dspine_probe.experiments.common.linear_probe import ProbeConfig
+from dspine_probe.experiments.common.progress import Ticker
+from dspine_probe.experiments.common.schema import COLUMNS
+from dspine_probe.experiments.common.splits import split_prompts
 from dspine_probe.experiments.emergence import EmergenceConfig, controls, emergence, readers
-from dspine_probe.experiments.emergence.probes import LinearProbeConfig, linear_probes
+from dspine_probe.experiments.emergence.conditions import DraftStudy
 from dspine_probe.experiments.emergence.readers import TranslatorConfig
-from dspine_probe.experiments.emergence.readings import Readings, choose_windows, read_draft, residual_names
-from dspine_probe.experiments.emergence.result import EmergenceResult, Measured, _trend, tabulate
-from dspine_probe.experiments.splits import split_prompts
+from dspine_probe.experiments.emergence.readings import SlotReadings, choose_windows, read_draft
+from dspine_probe.experiments.emergence.table import EmergenceResult, LabelRanks, _trend, tabulate
+from dspine_probe.experiments.patching import residual_names
 from dspine_probe.hooks import HookedDraft
+from dspine_probe.precision import EXACT
 
 SLOTS = 4
 TARGET = tiny_target()
@@ -74,7 +79,7 @@ def test_labels_are_matched_and_states_are_those_of_their_own_block(draft):
     windows = choose_windows(ROWS, SLOTS, 6, generator())
     with HookedDraft(draft) as hooked:
         readings = read_draft(hooked, ROWS, windows, batch=5)
-        names = residual_names(hooked)
+        names = residual_names(hooked.draft)
         at = 0
         for window in windows[:4]:
             row = ROWS[window.sequence]
@@ -95,13 +100,13 @@ def test_labels_are_matched_and_states_are_those_of_their_own_block(draft):
 
 def test_depths_follow_the_injection():
     with HookedDraft(tiny_draft(TARGET, DSPINE)) as hooked:
-        assert residual_names(hooked) == [
+        assert residual_names(hooked.draft) == [
             "hook_embed",
             "blocks.0.inject.hook_resid",
             "blocks.1.inject.hook_resid",
         ]
     with HookedDraft(tiny_draft(TARGET, DFLASH)) as hooked:
-        assert residual_names(hooked) == [
+        assert residual_names(hooked.draft) == [
             "hook_embed",
             "blocks.0.hook_resid_post",
             "blocks.1.hook_resid_post",
@@ -198,7 +203,7 @@ def test_translator_learns_a_hidden_rotation_and_only_on_proposable_rows(draft):
     hidden = rows @ turn
     config = TranslatorConfig(epochs=20, batch=100, learning_rate=0.01)
     fitted = readers.train_translator(
-        draft, (hidden[:2500], labels[:2500]), (hidden[2500:2700], labels[2500:2700]), config
+        draft, (hidden[:2500], labels[:2500]), (hidden[2500:2700], labels[2500:2700]), config, EXACT
     )
     before = (readers.ranks(readers.lens(draft), hidden[2700:], labels[2700:]) == 0).float().mean()
     after = (
@@ -206,7 +211,7 @@ def test_translator_learns_a_hidden_rotation_and_only_on_proposable_rows(draft):
     )
     assert before < 0.2 and after > 0.55
     again = readers.train_translator(
-        draft, (hidden[:2500], labels[:2500]), (hidden[2500:2700], labels[2500:2700]), config
+        draft, (hidden[:2500], labels[:2500]), (hidden[2500:2700], labels[2500:2700]), config, EXACT
     )
     assert torch.equal(fitted.change.weight, again.change.weight)
 
@@ -215,7 +220,7 @@ def test_translator_that_only_gets_worse_stays_the_lens(draft):
     rows, labels = torch.randn(50, 32, generator=generator()), torch.randint(40, (50,), generator=generator())
     own = readers.lens(draft)(rows).argmax(-1)
     fitted = readers.train_translator(
-        draft, (rows, labels), (rows, own), TranslatorConfig(epochs=3, learning_rate=0.5)
+        draft, (rows, labels), (rows, own), TranslatorConfig(epochs=3, learning_rate=0.5), EXACT
     )
     assert not fitted.change.weight.any()
 
@@ -262,7 +267,7 @@ def test_attention_cut_leaves_a_slot_alone(draft):
 
     cut = list(controls.cut_attention(layers))
     if draft.config.architecture == DSPINE:
-        cut += controls.cut_injection(layers)
+        cut += controls.cut_injection(draft)
     with HookedDraft(draft) as hooked:
         for slot in range(1, SLOTS + 1):
             others = [s for s in range(SLOTS + 1) if s != slot]
@@ -330,36 +335,24 @@ def result():
     steps = []
     config = EmergenceConfig(
         labels_per_prompt=6, resamples=50, translator=TranslatorConfig(epochs=2, batch=64),
-        linear_probes=LinearProbeConfig(classes=30, rows=200, penalties=(1e-3, 1e-2)),
+        probe=ProbeConfig(rows=200, penalties=(1e-4, 1e-3, 3e-3, 1e-2, 1e-1)), probe_classes=30,
     )  # fmt: skip
     found = emergence(drafts, make_rows(30), sets=["a", "b", "c"] * 10, config=config,
-                      on_step=lambda *step: steps.append(step))  # fmt: skip
+                      on_progress=lambda *step: steps.append(step))  # fmt: skip
     assert [done for _, done, _ in steps] == list(range(1, len(steps) + 1)) and steps[-1][1] == steps[-1][2]
     assert not any(module._forward_hooks for draft in drafts.values() for module in draft.modules())
     return found
 
 
 def test_result_is_tidy_and_complete(result):
-    table = result.to_frame()
-    assert list(table.columns) == [
-        "draft",
-        "condition",
-        "reader",
-        "depth",
-        "slot",
-        "metric",
-        "mean",
-        "low",
-        "high",
-        "n",
-        "prompts",
-    ]
-    assert not table.duplicated(["draft", "condition", "reader", "depth", "slot", "metric"]).any()
-    plain_rows = table[~table["condition"].str.contains("−") & ~table["draft"].str.contains("−")]
-    values = plain_rows[plain_rows["slot"] > 0]
+    table = result.frame()
+    assert list(table.drop(columns=["setting", "reader"])) == list(COLUMNS) == list(result.table)
+    assert not table.duplicated(["draft", "condition", "depth", "slot", "metric"]).any()
+    plain_rows = table[~table["setting"].str.contains("−") & ~table["draft"].str.contains("−")]
+    values = plain_rows[plain_rows["metric"].isin(["top1", "recall16", "mrr"])]
     assert ((values["mean"] >= 0) & (values["mean"] <= 1)).all()
     assert (values["low"] <= values["mean"] + 1e-9).all() and (values["mean"] <= values["high"] + 1e-9).all()
-    assert set(plain_rows["condition"]) == {
+    assert set(plain_rows["setting"]) == {
         "trained", "shuffled labels", "untrained draft", "attention cut", "attention and injection cut", "counts",
         "control task",
     }  # fmt: skip
@@ -367,15 +360,15 @@ def test_result_is_tidy_and_complete(result):
         "dspine", reader="nearest code"
     ).shape == (2, SLOTS)
     assert len(result.select(draft="dspine − dflash", metric="top1")) == 3 * SLOTS
-    assert len(result.select(condition="trained − attention cut", draft="dflash", metric="top1")) == 3 * SLOTS
+    assert len(result.select(setting="trained − attention cut", draft="dflash", metric="top1")) == 3 * SLOTS
+    assert set(table["slot"]) == {"", "1", "2", "3", "4", "2-4"} and set(table["set"]) == {"mean"}
     assert result.data["test_prompts"] == 15 and set(result.data["proposable"]) == {"dflash", "dspine"}
 
 
 def test_random_drafts_know_nothing(result):
     """Random labels: no reader may do better than the commonest token."""
     ceiling = (
-        result.select(draft="dflash", condition="counts", reader="unigram", metric="top1")["high"].max()
-        + 0.15
+        result.select(draft="dflash", setting="counts", reader="unigram", metric="top1")["high"].max() + 0.15
     )
     for reader in ("translator", "lens", "nearest code"):
         assert (result.select(reader=reader, metric="top1")["mean"] < ceiling).all()
@@ -386,7 +379,7 @@ def test_depth_zero_reads_the_same_at_every_slot(result):
         row = result.grid(draft).loc[0]
         assert (row == row.iloc[0]).all()
         assert (
-            result.select(draft=draft, condition="trained", reader="translator", depth=0, metric="top1_fall")[
+            result.select(draft=draft, setting="trained", reader="translator", depth=0, metric="top1_fall")[
                 "mean"
             ].item()
             == 0
@@ -411,14 +404,14 @@ def test_findings_are_sentences(result):
 def test_round_trip(result, tmp_path):
     result.save(tmp_path)
     back = EmergenceResult.load(tmp_path)
-    pd.testing.assert_frame_equal(back.to_frame(), result.to_frame())
+    pd.testing.assert_frame_equal(back.frame(), result.frame())
     assert back.data == result.data and back.drafts == result.drafts and back.config == result.config
     assert back.findings() == result.findings()
 
 
 def test_same_seed_same_table():
     drafts = {"dflash": tiny_draft(TARGET, DFLASH, trimmed=40)}
-    one, two = (emergence(drafts, ROWS, config=SMALL).to_frame() for _ in range(2))
+    one, two = (emergence(drafts, ROWS, config=SMALL).frame() for _ in range(2))
     pd.testing.assert_frame_equal(one, two)
 
 
@@ -441,7 +434,7 @@ def test_a_planted_gradient_is_found(draft):
     split = split_prompts([Row(torch.tensor([i, i, 9]), 2, None) for i in range(30)], usable=range(30), sets=None,
                           groups=None, train_share=0.1, validation_share=0.1, generator=generator())  # fmt: skip
     test = split.test(sequence)
-    item = Measured(
+    item = LabelRanks(
         "d",
         "trained",
         "translator",
@@ -466,23 +459,49 @@ def test_trend_is_spearman():
     assert np.allclose(_trend(rows), expected) and _trend(torch.ones(4)).isnan()
 
 
+def test_a_set_with_one_tested_prompt_has_no_interval():
+    drafts = {"dflash": tiny_draft(TARGET, DFLASH, trimmed=40)}
+    config = replace(SMALL, controls=False)
+    found = emergence(drafts, make_rows(8), sets=["a", "b"] * 4, config=config)
+    assert found.data["test_prompts_by_set"] == {"a": 1, "b": 1}
+    assert found.table["low"].isna().all() and found.table["high"].isna().all()
+    assert "(no interval)" in found.findings()[0] and found.claims()[0].holds is None
+
+
+def test_measured_the_same_whatever_mode_the_caller_is_in():
+    drafts = {"dflash": tiny_draft(TARGET, DFLASH, trimmed=40)}
+    config = replace(SMALL, controls=False)
+    usual = emergence(drafts, ROWS, config=config).table
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            pd.testing.assert_frame_equal(emergence(drafts, ROWS, config=config).table, usual)
+
+
 # ---- linear probes
 
 
 def test_probe_finds_linear_structure_and_its_control_does_not():
+    rows = [Row(torch.randint(6, (25,), generator=generator(i)), 5, None) for i in range(24)]
+    sequence = torch.arange(240) // 10
     labels = torch.randint(6, (240,), generator=generator())
     centres = torch.randn(6, 8, generator=generator(1)) * 2
     states = torch.randn(2, 240, SLOTS, 8, generator=generator(2))
     states[1] += centres[labels][:, None]
     anchors = torch.randint(20, (240, SLOTS), generator=generator(3))
-    readings = Readings(states, labels, anchors, torch.arange(240) // 10)
-    third = torch.arange(240) // 80
-    masks = [third == part for part in range(3)]
-    outcomes = dict(
-        linear_probes(readings, masks, LinearProbeConfig(classes=5, rows=300, penalties=(1e-3, 1e-1)))
-    )
-    task, control = (((o.ranks == 0).float()[:, o.rows]).mean((1, 2)) for o in outcomes.values())
+    split = split_prompts(rows, usable=range(24), sets=None, groups=None, train_share=0.4, validation_share=0.3,
+                          generator=generator())  # fmt: skip
+    config = ProbeConfig(rows=300, penalties=(1e-4, 1e-3, 1e-2, 3e-2, 1e-1))
+    draft = tiny_draft(TARGET, DFLASH, trimmed=40)
+
+    def probed(classes):
+        study = DraftStudy(
+            "d", draft, rows, split, EmergenceConfig(probe_classes=classes), EXACT, Ticker(None, 2)
+        )
+        return list(study._probes(SlotReadings(states, labels, anchors, sequence), config))
+
+    task, control = (((one.ranks == 0).float()[:, one.rows]).mean((1, 2)) for one in probed(5))
     assert task[1] > 0.75 and task[0] < 0.45 and control.max() < 0.45
-    assert outcomes["trained"].rows.float().mean() < 1  # the sixth class is not asked about
+    assert probed(5)[0].rows.float().mean() < 1  # the sixth class is not asked about
+    labels[split.validation(sequence)] = 9
     with pytest.raises(UsageError, match="commonest"):
-        dict(linear_probes(readings, [masks[0], ~third.bool() & (third > 5), masks[2]], LinearProbeConfig()))
+        probed(5)

@@ -10,8 +10,8 @@ from toy import BLOCK, D_MODEL, LAYERS, TAPS, seeded, toy_draft, toy_sequence
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dspine_probe.errors import ProbeError, UsageError
-from dspine_probe.experiments.arena import Arena
-from dspine_probe.experiments.probing.linear_probe import (
+from dspine_probe.experiments.common.arena import Arena
+from dspine_probe.experiments.common.linear_probe import (
     ProbeConfig,
     control_labels,
     fit_probe,
@@ -19,16 +19,16 @@ from dspine_probe.experiments.probing.linear_probe import (
     split_groups,
 )
 from dspine_probe.experiments.probing.measure import ProbingConfig, probing
-from dspine_probe.experiments.probing.result import ProbingResult
-from dspine_probe.experiments.probing.rows import (
+from dspine_probe.experiments.probing.questions import (
     ACCEPTED,
     OWN,
     PREDECESSOR,
     SLOT,
     SUCCESSOR,
-    question,
+    ask,
     read_rows,
 )
+from dspine_probe.experiments.probing.table import ProbingResult
 from dspine_probe.plots.probing import curves, heatmap
 
 SLOTS = BLOCK - 1
@@ -215,7 +215,7 @@ def toy_arena(prompts=8):
     return Arena(answers, tuple("ab"[s % 2] for s in range(prompts)), anchors, SLOTS, {"target": "toy"})
 
 
-CONFIG = ProbingConfig(classes=4, probe=FEW, resamples=30, targets=(OWN, SLOT), described=(OWN,))
+CONFIG = ProbingConfig(classes=4, probe=FEW, resamples=30, questions=(OWN, SLOT), described=(OWN,))
 
 
 @pytest.fixture(scope="module")
@@ -239,8 +239,8 @@ def test_rows_hold_the_tokens_around_every_slot(arena, rows):
     answer = arena.answers[int(arena.prompt[index])]
     anchor = FIRST + index % ANCHORS
     everything = torch.ones(len(arena.prompt), dtype=torch.bool)
-    for target, shift in ((PREDECESSOR, 0), (OWN, 1), (SUCCESSOR, 2)):
-        asked = question(target, rows, everything, 5)
+    for question, shift in ((PREDECESSOR, 0), (OWN, 1), (SUCCESSOR, 2)):
+        asked = ask(question, rows, everything, 5)
         common = rows.tokens[:, shift : shift + SLOTS]
         kinds, counts = common[common >= 0].unique(return_counts=True)
         kept = set(kinds[counts.argsort(descending=True, stable=True)[:5]].tolist())
@@ -250,39 +250,41 @@ def test_rows_hold_the_tokens_around_every_slot(arena, rows):
         assert asked.count == 5 and 0 < asked.coverage < 1
     last = rows.tokens[arena.prompt == 0][-1]
     assert last[-1] == -1 and (last[:-1] >= 0).all()  # its successor lies behind the answer
-    assert question(SLOT, rows, everything, 5).classes[3].tolist() == list(range(SLOTS))
+    assert ask(SLOT, rows, everything, 5).classes[3].tolist() == list(range(SLOTS))
     assert (rows.accepted[:, 1:] <= rows.accepted[:, :-1]).all()
-    assert question(ACCEPTED, rows, everything, 5).count == 2
-    with pytest.raises(UsageError, match="no probing target 'mood'"):
-        question("mood", rows, everything, 5)
+    assert ask(ACCEPTED, rows, everything, 5).count == 2
+    with pytest.raises(UsageError, match="no question 'mood'"):
+        ask("mood", rows, everything, 5)
 
 
 def test_study_reads_what_is_there_and_its_controls_do_not(result):
     """The slot index is in every state, and the baseline that is told it says so."""
-    at = {"draft": "toy", "measure": "accuracy"}
-    index = result.select(**at, target=SLOT, condition="trained", slot=0, depth=LAYERS)["mean"].item()
+    at = {"draft": "toy", "metric": "accuracy"}
+    index = result.select(**at, question=SLOT, probe="trained", slot="", depth=LAYERS)["mean"].item()
     assert index > 0.8
-    alone = result.select(**at, target=SLOT, condition="slot index alone", slot=0)["mean"].item()
+    alone = result.select(**at, question=SLOT, probe="slot index alone", slot="")["mean"].item()
     assert alone == 1.0  # the baseline knows the answer, and selectivity over it says so
-    over = result.select(**at, target=SLOT, condition="trained − slot index alone", slot=0, depth=LAYERS)
+    over = result.select(**at, question=SLOT, probe="trained − slot index alone", slot="", depth=LAYERS)
     assert over["mean"].item() == pytest.approx(index - 1, abs=1e-6)
-    control = result.select(**at, target=OWN, condition="control task", slot=0, depth=LAYERS)["mean"].item()
-    gap = result.select(**at, target=OWN, condition="trained − control task", slot=0, depth=LAYERS)[
+    control = result.select(**at, question=OWN, probe="control task", slot="", depth=LAYERS)["mean"].item()
+    gap = result.select(**at, question=OWN, probe="trained − control task", slot="", depth=LAYERS)[
         "mean"
     ].item()
-    trained = result.select(**at, target=OWN, condition="trained", slot=0, depth=LAYERS)["mean"].item()
+    trained = result.select(**at, question=OWN, probe="trained", slot="", depth=LAYERS)["mean"].item()
     assert gap == pytest.approx(trained - control, abs=1e-6)
     assert (
-        result.select(target=OWN, measure="accuracy, unseen anchor types", condition="control task", slot=0)[
+        result.select(question=OWN, metric="accuracy, unseen anchor types", probe="control task", slot="")[
             "n"
         ]
         .between(1, ANCHORS * 8 * SLOTS)
         .all()
     )
-    compression = result.select(target=OWN, measure="compression", slot=0)
-    bits = result.select(target=OWN, measure="bits a label", slot=0)
+    compression = result.select(question=OWN, metric="compression", slot="")
+    bits = result.select(question=OWN, metric="bits a label", slot="")
     assert compression["mean"].to_numpy() * bits["mean"].to_numpy() == pytest.approx(2.0, abs=1e-6)
-    assert result.select(target=SLOT, measure="bits a label").empty
+    assert result.select(question=SLOT, metric="bits a label").empty
+    spread = result.select(question=OWN, metric="accuracy, sd over splits", slot="")
+    assert (spread["mean"] >= 0).all() and spread["low"].isna().all()
 
 
 def test_every_fit_is_on_record(result):
@@ -295,23 +297,24 @@ def test_every_fit_is_on_record(result):
 def test_result_survives_the_disk_and_repeats(arena, result, tmp_path):
     result.save(tmp_path)
     again = ProbingResult.load(tmp_path)
-    pd.testing.assert_frame_equal(again.to_frame(), result.to_frame(), check_dtype=False)
+    pd.testing.assert_frame_equal(again.frame(), result.frame(), check_exact=True)
     assert again.findings() == result.findings() and again.skipped == result.skipped
-    small = replace(CONFIG, targets=(SLOT,), described=())
-    first = probing({"toy": toy_draft("dspine")}, arena, config=small).to_frame()
-    pd.testing.assert_frame_equal(first, result.select(target=SLOT).reset_index(drop=True), check_dtype=False)
+    small = replace(CONFIG, questions=(SLOT,), described=())
+    first = probing({"toy": toy_draft("dspine")}, arena, config=small).frame()
+    pd.testing.assert_frame_equal(
+        first, result.select(question=SLOT).reset_index(drop=True), check_exact=True
+    )
 
 
 def test_figures_say_what_they_show(result):
-    block = curves(result, "toy")
-    final = result.select(target=OWN, condition="trained", measure="accuracy", slot=0, depth=LAYERS)[
+    block = curves(result)["toy"]
+    final = result.select(question=OWN, probe="trained", metric="accuracy", slot="", depth=LAYERS)[
         "mean"
     ].item()
     assert f"own token, after the last layer: trained {100 * final:.0f} %" in block.alt
     assert len(block.figure.data) == 2 * 3 and block.figure.data[0].y[-1] == pytest.approx(
         100 * final, abs=1e-3
     )
-    assert result.figure().data[0].y[-1] == block.figure.data[0].y[-1]
     assert heatmap(result, "toy", OWN).figure.data[0].z.shape == (LAYERS + 1, SLOTS)
 
 
@@ -320,8 +323,8 @@ def test_studies_that_cannot_be_made_are_refused(arena):
         probing({}, arena)
     with pytest.raises(UsageError, match="give five or more"):
         ProbingConfig(repeats=4)
-    with pytest.raises(UsageError, match=r"no probing targets \['mood'\]"):
-        ProbingConfig(targets=("mood",))
+    with pytest.raises(UsageError, match=r"no questions \['mood'\]"):
+        ProbingConfig(questions=("mood",))
     thin = tuple(replace(a, taps=a.taps[:, :D_MODEL]) for a in arena.answers)
     with pytest.raises(UsageError, match=f"16 tap values a token and the draft reads {TAPS * D_MODEL}"):
         probing({"toy": toy_draft("dspine")}, replace(arena, answers=thin), config=CONFIG)

@@ -2,7 +2,7 @@
 
 * an untrained draft: what the context feature and a random network give by themselves;
 * attention cut inside the block: every slot sees the context and itself, no other slot and no anchor;
-* the same with the injection's writes removed, for a DSpine, which also talks across slots there;
+* the same with the injection's writes removed, for a draft that also connects slots there;
 * labels shuffled within each prompt: what a reader gets from knowing the prompt's tokens but not their places.
 """
 
@@ -15,8 +15,18 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
-from dspine_probe.drafts import Draft, DSpine
+from dspine_probe.drafts import Draft
 from dspine_probe.experiments.emergence.readings import Hooks
+
+TRAINED, SHUFFLED, UNTRAINED, ATTENTION_CUT, BLOCK_CUT = (
+    "trained",
+    "shuffled labels",
+    "untrained draft",
+    "attention cut",
+    "attention and injection cut",
+)
+CONTROLS = (ATTENTION_CUT, BLOCK_CUT, UNTRAINED, SHUFFLED)
+TRANSLATOR = "translator"
 
 
 def untrained(draft: Draft, generator: torch.Generator) -> Draft:
@@ -33,10 +43,7 @@ def untrained(draft: Draft, generator: torch.Generator) -> Draft:
         for parameter in fresh.parameters():
             if parameter.ndim == 1:
                 parameter.fill_(1.0)
-        if isinstance(fresh, DSpine):
-            fresh.injection.bias.zero_()
-            for parameter in fresh.injection.writes.parameters():
-                parameter.zero_()
+        fresh.zero_writes()
     return fresh
 
 
@@ -45,9 +52,10 @@ def cut_attention(layers: int) -> Hooks:
     return [(f"blocks.{layer}.attn.hook_attn_scores", _own_slot_only) for layer in range(layers)]
 
 
-def cut_injection(layers: int) -> Hooks:
-    """Hooks that remove what a DSpine's injection would write."""
-    return [(f"blocks.{layer}.inject.hook_out", _nothing) for layer in range(layers)]
+def cut_injection(draft: Draft) -> Hooks:
+    """Hooks that remove what is added to the stream behind attention and MLP; none for a draft that adds nothing."""
+    stages = [stage for layer in range(draft.config.num_hidden_layers) for stage in draft.stages(layer)[2:]]
+    return [(stage.added, _nothing) for stage in stages]
 
 
 def shuffle_within(

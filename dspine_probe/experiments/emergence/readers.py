@@ -2,7 +2,7 @@
 
 * `lens`: the draft's own final norm and the target's head, nothing trained.
 * `Translator`: one linear map in front of that, trained for a depth and shared by all slots (a tuned lens).
-* `code_scores`: cosine of a DSpine's own prediction feature with every token's transfer code.
+* `code_scores`: cosine of a draft's own prediction feature with every token's transfer code.
 * `count_scores`: no state at all, only how often tokens follow tokens; the floor.
 
 Readers score; `ranks` says where the label came. A label outside the draft's vocabulary can never be proposed and
@@ -19,9 +19,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dspine_probe.drafts import Draft, DSpine
+from dspine_probe.drafts import Draft
 from dspine_probe.errors import ProbeError
-from dspine_probe.precision import fast_autocast
+from dspine_probe.precision import Precision
 
 Score = Callable[[Float[Tensor, "row d_model"]], Float[Tensor, "row draft_vocab"]]
 _ROWS = 1024
@@ -61,10 +61,17 @@ def translated(draft: Draft, translator: Translator) -> Score:
     return lambda h: read(translator(h))
 
 
-def code_scores(draft: DSpine, layer: int) -> Score:
-    """Cosine between f_l(h), the DSpine's own readout after layer `layer` (from 0), and every token's code."""
+def code_scores(draft: Draft, layer: int) -> Score:
+    """Cosine between the draft's own prediction feature after layer `layer` (from 0) and every token's code."""
+    assert draft.codes is not None
     codes = draft.codes if draft.vocabulary is None else draft.codes[draft.vocabulary]
-    return lambda h: functional.normalize(draft.injection.feature(layer, h).float(), dim=-1) @ codes.T
+
+    def score(h: Float[Tensor, "row d_model"]) -> Float[Tensor, "row draft_vocab"]:
+        feature = draft.prediction_feature(layer, h)
+        assert feature is not None
+        return functional.normalize(feature.float(), dim=-1) @ codes.T
+
+    return score
 
 
 def train_translator(
@@ -72,6 +79,7 @@ def train_translator(
     train: tuple[Float[Tensor, "row d_model"], Int[Tensor, "row"]],
     validation: tuple[Float[Tensor, "row d_model"], Int[Tensor, "row"]],
     config: TranslatorConfig,
+    precision: Precision,
 ) -> Translator:
     """Fit a translator on (states, vocabulary indices); rows whose label the draft cannot propose (−1) are left out.
 
@@ -82,13 +90,13 @@ def train_translator(
     optimiser = torch.optim.Adam(translator.parameters(), lr=config.learning_rate)
     generator = torch.Generator().manual_seed(config.seed)
     read = translated(draft, translator)
-    best, kept = _loss(read, *_proposable(*validation)), _weights(translator)
+    best, kept = _loss(read, *_proposable(*validation), precision), _weights(translator)
     for _ in range(config.epochs):
         for rows in torch.randperm(len(labels), generator=generator).split(config.batch):
             optimiser.zero_grad(set_to_none=True)
-            _cross_entropy(read, states[rows], labels[rows], "mean").backward()
+            _cross_entropy(read, states[rows], labels[rows], "mean", precision).backward()
             optimiser.step()
-        loss = _loss(read, *_proposable(*validation))
+        loss = _loss(read, *_proposable(*validation), precision)
         if loss < best:
             best, kept = loss, _weights(translator)
     translator.load_state_dict(kept)
@@ -160,16 +168,17 @@ def _proposable(states: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def _loss(read: Score, states: Tensor, labels: Tensor) -> float:
+def _loss(read: Score, states: Tensor, labels: Tensor, precision: Precision) -> float:
     """Mean cross-entropy, 0 where there is nothing to propose."""
     pairs = zip(states.split(_ROWS), labels.split(_ROWS), strict=True)
-    return sum(float(_cross_entropy(read, rows, wanted, "sum")) for rows, wanted in pairs) / max(
-        1, len(labels)
-    )
+    total = sum(float(_cross_entropy(read, rows, wanted, "sum", precision)) for rows, wanted in pairs)
+    return total / max(1, len(labels))
 
 
-def _cross_entropy(read: Score, states: Tensor, labels: Tensor, reduction: str) -> Tensor:
-    with fast_autocast(states.device.type):
+def _cross_entropy(
+    read: Score, states: Tensor, labels: Tensor, reduction: str, precision: Precision
+) -> Tensor:
+    with precision.autocast(states.device):
         scores = read(states)
     return functional.cross_entropy(scores.float(), labels, reduction=reduction)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from dspine_probe.errors import UsageError
+from dspine_probe.experiments.patching import residual_names
 from dspine_probe.hook_checks import Hook
 from dspine_probe.hooks import HookedDraft
 
@@ -56,7 +57,7 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Readings:
+class SlotReadings:
     """States of N labels at every depth and slot. Depth 0 is the block embedding, depth l the stream after layer l.
 
     states: at [d, n, t − 1], the state of slot t that predicts label n.
@@ -90,15 +91,6 @@ def choose_windows(
     return windows
 
 
-def residual_names(hooked: HookedDraft) -> list[str]:
-    """Hook points of depths 0…L: the block embedding, then the stream after each layer and its injection if any."""
-    names = ["hook_embed"]
-    for layer in range(hooked.draft.config.num_hidden_layers):
-        after = f"blocks.{layer}.inject.hook_resid"
-        names.append(after if after in hooked.hook_dict else f"blocks.{layer}.hook_resid_post")
-    return names
-
-
 @torch.no_grad()
 def read_draft(
     hooked: HookedDraft,
@@ -107,7 +99,7 @@ def read_draft(
     *,
     fwd_hooks: Hooks = (),
     batch: int = 4,
-) -> Readings:
+) -> SlotReadings:
     """The draft's states for every label of every window, under `fwd_hooks`.
 
     Raises:
@@ -125,7 +117,7 @@ def read_draft(
     pairs = list(_label_positions(windows))
     tokens = [sequences[window.sequence].tokens for window, _ in pairs]
     slots = torch.arange(1, windows[0].slots + 1)
-    return Readings(
+    return SlotReadings(
         torch.cat([parts[w] for w in range(len(windows))], dim=1),
         torch.stack([row[label] for row, (_, label) in zip(tokens, pairs, strict=True)]).long(),
         torch.stack([row[label - slots] for row, (_, label) in zip(tokens, pairs, strict=True)]).long(),
@@ -148,7 +140,7 @@ def _run(
         [[*window.anchors] + [window.anchors[-1]] * (per_window - len(window.anchors)) for window in windows]
     )
     tokens = torch.stack([m.tokens.long()[row] for m, row in zip(members, anchors, strict=True)])
-    names = residual_names(hooked)
+    names = residual_names(draft)
     with hooked.hooks(fwd_hooks):
         context = hooked.encode_context(taps)
         cache, caching, _ = hooked.get_caching_hooks(names)

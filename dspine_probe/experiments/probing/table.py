@@ -1,8 +1,11 @@
-"""From the rows that probes got right, repeat by repeat, to the table of a `ProbingResult`.
+"""From the rows that probes got right, repeat by repeat, to the probing result.
 
 Each repeat tests other prompts. A row's score is its mean over the repeats that tested it; prompts are then resampled
-as everywhere (`contrast.py`), and differences between conditions are taken row by row within a repeat. `seed_sd` is the
-standard deviation of the value over repeats, which the interval over prompts does not contain.
+as everywhere, and differences between probes are taken row by row within a repeat. Metrics: `accuracy`, `accuracy,
+unseen anchor types`, `bits a label` and `compression` (uniform bits over bits), each also as `..., sd over splits`:
+the standard deviation over repeats, which the interval over prompts does not contain. A probe "trained − control task"
+is selectivity; other differences are against an untrained draft, the slot index alone and the commonest class. n counts
+slots; no slot means all of them.
 """
 
 from __future__ import annotations
@@ -12,14 +15,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-import pandas as pd
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from dspine_probe.experiments.contrast import Draws, Scores
-from dspine_probe.experiments.probing.linear_probe import Probe
-from dspine_probe.experiments.stats import estimate
+from dspine_probe.experiments.common.intervals import Draws, Estimate, Scores, estimate
+from dspine_probe.experiments.common.linear_probe import Probe
+from dspine_probe.experiments.common.rows import RowBuilder
+from dspine_probe.experiments.common.schema import MINUS, Result
+from dspine_probe.experiments.common.wording import points
 
 ACCURACY, UNSEEN, BITS, COMPRESSION = (
     "accuracy",
@@ -27,17 +31,52 @@ ACCURACY, UNSEEN, BITS, COMPRESSION = (
     "bits a label",
     "compression",
 )
-MINUS = " − "
+SPREAD = ", sd over splits"
 TRAINED, CONTROL, UNTRAINED = "trained", "control task", "untrained draft"
 SLOT_ALONE, COMMONEST = "slot index alone", "commonest class"
 CONTROLS = (CONTROL, UNTRAINED, SLOT_ALONE, COMMONEST)
 
 
-class Key(NamedTuple):
-    """What was probed for, under which condition, and where; no depth for what reads no state."""
+@dataclass(frozen=True, eq=False)
+class ProbingResult(Result):
+    """Accuracy and description length by question, probe, depth and slot.
 
-    target: str
-    condition: str
+    fits: every fit used, with its penalty, penalties at which it did not converge, rows, training and validation
+        accuracy. failed_codes: fits of the description lengths that did not converge.
+    coverage: by draft and question, the share of rows that were asked, over repeats.
+    skipped: usual checks that were left out, and why.
+    """
+
+    NAME, FACTORS = "probing", ("question", "probe")
+    fits: Sequence[Mapping[str, Any]]
+    failed_codes: int
+    coverage: Mapping[str, Mapping[str, float]]
+    skipped: Mapping[str, str]
+
+    @property
+    def failed_fits(self) -> int:
+        """Fits that did not converge and were not used, over all penalties."""
+        return sum(fit["failed"] for fit in self.fits)
+
+    def findings(self) -> list[str]:
+        """What the table says, in sentences computed from it."""
+        return [*(line for draft in self.drafts for line in _findings(self, draft)), self._convergence()]
+
+    def _convergence(self) -> str:
+        penalties = self.config["probe"]["penalties"]
+        edge = sum(fit["penalty"] in (min(penalties), max(penalties)) for fit in self.fits)
+        return (
+            f"{self.failed_fits} of {len(penalties) * len(self.fits)} fits did not converge and were not used; "
+            f"{self.failed_codes} fits of description lengths did not; {edge} of {len(self.fits)} probes "
+            "chose a penalty at an end of the range."
+        )
+
+
+class Key(NamedTuple):
+    """What was asked, of which probe, and at which depth; no depth for a probe that reads no state."""
+
+    question: str
+    probe: str
     depth: int | None
 
 
@@ -71,70 +110,91 @@ class Measurements:
     def usual_penalty(self, key: Key) -> float:
         """The penalty chosen most often so far at this key."""
         chosen = [
-            fit["penalty"] for fit in self.fits if Key(fit["target"], fit["condition"], fit["depth"]) == key
+            fit["penalty"] for fit in self.fits if Key(fit["question"], fit["probe"], fit["depth"]) == key
         ]
         return Counter(chosen).most_common(1)[0][0]
 
     def mean_coverage(self) -> dict[str, float]:
-        """By target, the share of rows that were asked."""
-        return {target: sum(shares) / len(shares) for target, shares in self.coverage.items()}
+        """By question, the share of rows that were asked."""
+        return {question: sum(shares) / len(shares) for question, shares in self.coverage.items()}
 
 
-def tabulate(draft: str, found: Measurements, draws: Draws) -> pd.DataFrame:
-    """One row for every target, condition, depth, slot (0: all) and measure."""
-    rows: list[dict[str, Any]] = []
-    for measure, scores in ((ACCURACY, found.right), (UNSEEN, found.right_unseen)):
+def add_rows(rows: RowBuilder, draft: str, found: Measurements, draws: Draws) -> None:
+    """Rows of every question, probe, depth and metric of a draft, for all slots and for each."""
+    for metric, scores in ((ACCURACY, found.right), (UNSEEN, found.right_unseen)):
         for key, repeats in scores.items():
-            rows += _rows(draft, key, measure, repeats, draws)
+            _add(rows, draft, key, metric, repeats, draws)
         for key, changes in _contrasts(scores):
-            rows += _rows(draft, key, measure, changes, draws)
+            _add(rows, draft, key, metric, changes, draws)
     for key, repeats in found.bits.items():
-        rows += _rows(draft, key, BITS, repeats, draws)
-        uniform = sum(found.uniform[key.target]) / len(found.uniform[key.target])
-        rows += _rows(draft, key, COMPRESSION, repeats, draws, uniform=uniform)
-    return pd.DataFrame(rows).astype({"depth": "Int64"})
+        _add(rows, draft, key, BITS, repeats, draws)
+        uniform = sum(found.uniform[key.question]) / len(found.uniform[key.question])
+        _add(rows, draft, key, COMPRESSION, repeats, draws, uniform=uniform)
 
 
 def _contrasts(scores: Mapping[Key, list[Scores]]) -> Iterator[tuple[Key, list[Scores]]]:
     """Every trained probe minus each of its controls, repeat by repeat."""
     for key, repeats in scores.items():
-        if key.condition != TRAINED:
+        if key.probe != TRAINED:
             continue
         for control in CONTROLS:
             for depth in (key.depth, None):
-                against = scores.get(Key(key.target, control, depth))
+                against = scores.get(Key(key.question, control, depth))
                 if against is not None:
                     changes = [a - b for a, b in zip(repeats, against, strict=True)]
-                    yield key._replace(condition=f"{TRAINED}{MINUS}{control}"), changes
+                    yield key._replace(probe=f"{TRAINED}{MINUS}{control}"), changes
 
 
-def _rows(
+def _add(
+    rows: RowBuilder,
     draft: str,
     key: Key,
-    measure: str,
+    metric: str,
     repeats: Sequence[Scores],
     draws: Draws,
     *,
     uniform: float | None = None,
-) -> Iterator[dict[str, Any]]:
-    """The mean of all slots as slot 0, then every slot; with `uniform`, that over the mean (compression)."""
+) -> None:
+    """The mean of all slots, then every slot; with `uniform`, that over the mean (compression)."""
     scores = torch.stack(list(repeats)).nanmean(0)
     means, once = draws.means(scores), replace(draws, weights=draws.weights[:1])
     each = torch.stack([once.means(one)[0] for one in repeats])
     for slot in range(scores.shape[1] + 1):
         part = slice(None) if slot == 0 else slice(slot - 1, slot)
-        if scores[:, part].isnan().all():
+        measured = ~scores[:, part].isnan()
+        if not measured.any():
             continue
         values, spread = _reduce(means[..., part], uniform), _reduce(each[..., part], uniform)
-        found, measured = estimate(values[0], values[1:]), ~scores[:, part].isnan()
-        yield {
-            "draft": draft, **key._asdict(), "slot": slot, "measure": measure,
-            "mean": float(found.value), "low": float(found.low), "high": float(found.high),
-            "seed_sd": float(spread[~spread.isnan()].std()), "n": int(measured.sum()),
-            "prompts": len(draws.prompt[measured.any(1)].unique()),
-        }  # fmt: skip
+        found: dict[str, Estimate | float] = {
+            metric: estimate(values[0], values[1:]),
+            metric + SPREAD: float(spread[~spread.isnan()].std()),
+        }
+        for name, value in found.items():
+            rows.add(
+                value, draft=draft, metric=name, n=int(measured.sum()), depth=key.depth, slot=slot or "",
+                question=key.question, probe=key.probe,
+            )  # fmt: skip
 
 
 def _reduce(means: Float[Tensor, "draw set slot"], uniform: float | None) -> Float[Tensor, "draw"]:
     values = means.nanmean(-1).nanmean(-1)
     return values if uniform is None else uniform / values
+
+
+def _findings(result: ProbingResult, draft: str) -> Iterator[str]:
+    for question in result.config["questions"]:
+        at = {"draft": draft, "question": question, "slot": ""}
+        trained = result.select(**at, probe=TRAINED, metric=ACCURACY)
+        last = int(trained["depth"].max())
+        text = f"{draft}, {question} ({100 * result.coverage[draft][question]:.0f} % of slots asked): "
+        text += f"read at {', '.join(f'{100 * value:.1f}' for value in trained['mean'])} % at depths 0…{last}"
+        for control in CONTROLS:
+            gap = result.select(**at, probe=f"{TRAINED}{MINUS}{control}", metric=ACCURACY, depth=last).iloc[0]
+            text += f"; after the last layer {points(gap)} over {control}"
+        unseen = result.select(**at, probe=TRAINED, metric=UNSEEN, depth=last)
+        if len(unseen):
+            text += f"; {100 * unseen['mean'].iloc[0]:.1f} % behind anchor types never trained on"
+        code = result.select(**at, metric=COMPRESSION)["mean"]
+        if len(code):
+            text += f"; compression {', '.join(f'{value:.2f}' for value in code)} at depths 0…{last}"
+        yield text + "."

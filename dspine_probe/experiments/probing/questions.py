@@ -1,9 +1,10 @@
-"""What is probed: states of every slot at every depth, and what they are asked for.
+"""What is probed: states of every slot at every depth, and the questions asked of them.
 
-Depth 0 is the block embedding, depth l the residual stream after layer l and its injection, unnormed, in fp32. Targets
-are tokens of the target's own answer around the slot (its own, its predecessor, its successor), the slot's index, and
-whether the slot's drafted token would be accepted. Token targets are asked among the classes commonest in the training
-prompts; rows with another label are left out, and how many is on record. Entry points: `read_rows`, `question`.
+Depth 0 is the block embedding, depth l the residual stream after layer l and what follows it, unnormed, in fp32.
+Questions are for tokens of the target's own answer around the slot (its own, its predecessor, its successor), the
+slot's index, and whether the slot's drafted token would be accepted. Tokens are asked for among the classes commonest
+in the training prompts; rows with another label are left out, and how many is on record. Entry points: `read_rows`,
+`ask`.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from torch import Tensor
 
 from dspine_probe.drafts import Draft
 from dspine_probe.errors import UsageError
-from dspine_probe.experiments.arena import Arena
-from dspine_probe.experiments.emergence.readings import residual_names
+from dspine_probe.experiments.common.arena import Arena
+from dspine_probe.experiments.common.linear_probe import UNASKED, class_of, commonest
+from dspine_probe.experiments.patching import residual_names
 from dspine_probe.hooks import HookedDraft
 
 OWN, PREDECESSOR, SUCCESSOR, SLOT, ACCEPTED = (
@@ -28,8 +30,7 @@ OWN, PREDECESSOR, SUCCESSOR, SLOT, ACCEPTED = (
     "slot index",
     "accepted",
 )
-TARGETS = (OWN, PREDECESSOR, SUCCESSOR, SLOT, ACCEPTED)
-UNASKED = -1
+QUESTIONS = (OWN, PREDECESSOR, SUCCESSOR, SLOT, ACCEPTED)
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class ProbeRows:
 
 
 @dataclass(frozen=True)
-class Question:
+class Asked:
     """A class for every row, −1 where a row is not asked; `coverage` is the share of rows that are."""
 
     classes: Int[Tensor, "block draft_slot"]
@@ -75,7 +76,7 @@ def read_rows(
     _refuse_misfit(draft, arena)
     weight, states, accepted = draft.fc.weight, [], []
     with HookedDraft(draft) as hooked:
-        names = residual_names(hooked)
+        names = residual_names(draft)
         for raw in arena.batches(answers_per_batch=answers_per_batch):
             batch = raw.to(weight.device)
             context = draft.encode_context(batch.taps.to(weight.dtype))
@@ -91,32 +92,29 @@ def read_rows(
     return ProbeRows(torch.cat(states, dim=1), _tokens(arena), torch.cat(accepted))
 
 
-def question(target: str, rows: ProbeRows, train: Bool[Tensor, "block"], most: int) -> Question:
+def ask(question: str, rows: ProbeRows, train: Bool[Tensor, "block"], most: int) -> Asked:
     """What the rows are asked for.
 
     Args:
-        target: one of `TARGETS`.
+        question: one of `QUESTIONS`.
         train: blocks of training prompts; token classes are the `most` commonest tokens there.
 
     Raises:
-        UsageError: the target is unknown.
+        UsageError: the question is unknown.
     """
     slots = rows.states.shape[2]
-    if target == SLOT:
+    if question == SLOT:
         index = torch.arange(slots).expand(len(rows.tokens), -1)
-        return Question(index, slots, 1.0)
-    if target == ACCEPTED:
-        return Question(rows.accepted.long(), 2, 1.0)
-    if target not in TARGETS:
-        raise UsageError(f"there is no probing target {target!r}; choose from {', '.join(TARGETS)}.")
-    first = {PREDECESSOR: 0, OWN: 1, SUCCESSOR: 2}[target]
+        return Asked(index, slots, 1.0)
+    if question == ACCEPTED:
+        return Asked(rows.accepted.long(), 2, 1.0)
+    if question not in QUESTIONS:
+        raise UsageError(f"there is no question {question!r}; choose from {', '.join(QUESTIONS)}.")
+    first = {PREDECESSOR: 0, OWN: 1, SUCCESSOR: 2}[question]
     tokens = rows.tokens[:, first : first + slots]
-    seen = tokens[train]
-    kinds, counts = seen[seen >= 0].unique(return_counts=True)
-    common = kinds[counts.argsort(descending=True, stable=True)[:most]].sort().values
-    found = torch.searchsorted(common, tokens.clamp(max=int(common[-1])))
-    asked = torch.where(common[found] == tokens, found, UNASKED)
-    return Question(asked, len(common), float((asked != UNASKED).double().mean()))
+    common = commonest(tokens[train], most)
+    asked = class_of(tokens, common)
+    return Asked(asked, len(common), float((asked != UNASKED).double().mean()))
 
 
 def _tokens(arena: Arena) -> Int[Tensor, "block slot_and_next"]:
