@@ -10,16 +10,24 @@ import torch
 from tiny import prompts, scripted, tiny_draft, tiny_target
 from typer.testing import CliRunner
 
-from dspine_probe.cli import app
+from dspine_probe.cli.main import app
 from dspine_probe.config import DFLASH, DSPINE
 from dspine_probe.decoding.generate import generate
-from dspine_probe.decoding.offline import Rounds, walk
+from dspine_probe.decoding.offline import Rounds, simulate_rounds
 from dspine_probe.drafts import Draft
 from dspine_probe.drafts.checkpoint import save_draft
 from dspine_probe.errors import UsageError
-from dspine_probe.experiments.acceptance import AcceptanceResult, RequestCounts, measure
-from dspine_probe.experiments.console import interval
-from dspine_probe.experiments.evaluation import TappedAnswer, evaluate
+from dspine_probe.experiments.acceptance import (
+    AcceptanceCounts,
+    AcceptanceResult,
+    RequestCounts,
+    count_rounds,
+    evaluate,
+)
+from dspine_probe.experiments.acceptance.measure import TappedAnswer
+from dspine_probe.experiments.common.answers import answer_prompts, read_states
+from dspine_probe.experiments.common.wording import number
+from dspine_probe.plots import acceptance as plots
 from dspine_probe.prompts import Prompt
 from dspine_probe.target import Target
 
@@ -44,7 +52,7 @@ def test_offline_walk_is_real_decoding_round_for_round(kind: str, architecture: 
         if width is not None:
             real = [generate(target, draft, p, max_new_tokens=NEW, width=width) for p in prompts(20)]
         for batch_size in (1, 7):
-            walked = walk(draft, answers, batch_size=batch_size, width=width)
+            walked = simulate_rounds(draft, answers, batch_size=batch_size, width=width)
             for one, rounds in zip(real, walked, strict=True):
                 assert rounds == Rounds.of(one)
                 assert rounds.committed == tuple(len(done.committed) for done in one.rounds)
@@ -61,7 +69,7 @@ def test_walk_with_long_and_cut_rounds():
         draft = scripted(target, [*prompt, *plain.tokens], wrong)
         real = Rounds.of(generate(target, draft, prompt, max_new_tokens=NEW))
         draft.exact_context = False
-        assert walk(draft, [tapped(target, draft, prompt, plain.tokens)]) == [real]
+        assert simulate_rounds(draft, [tapped(target, draft, prompt, plain.tokens)]) == [real]
         ends.add((plain.finish, bool(real.anchors) and real.accepted[-1] == real.left[-1]))
     assert ends == {("stop", True), ("stop", False), ("length", True), ("length", False)}
 
@@ -71,7 +79,7 @@ def toy() -> RequestCounts:
     rounds = Rounds(anchors=(10, 14, 16, 17), accepted=(3, 1, 0, 3), length=21, slots=3)
     assert rounds.left == (10, 6, 4, 3)
     assert rounds.committed == (4, 2, 1, 3)
-    return measure("draft", "toy", "1", rounds, stopped=True, slots=3)
+    return count_rounds("draft", "toy", "1", rounds, stopped=True, slots=3)
 
 
 def test_counts_of_a_worked_example():
@@ -79,30 +87,31 @@ def test_counts_of_a_worked_example():
     assert (counts.rounds, counts.committed, counts.stopped) == (4, 10, True)
     assert counts.reached == (4, 3, 2)
     assert counts.passed == (3, 2, 2)
-    result = AcceptanceResult((counts,), resamples=20)
+    result = AcceptanceCounts((counts,), resamples=20)
     assert result.acceptance_length("draft").value == 10 / 4
-    assert result.acceptance("draft").value.tolist() == pytest.approx([3 / 4, 2 / 3, 1])
-    assert result.survival("draft").value.tolist() == pytest.approx([3 / 4, 1 / 2, 1 / 2])
-    frame = result.to_frame()
-    share = frame[(frame.metric == "stop_share") & (frame.set == "mean")].iloc[0]
-    assert share.value == 1 / 4 and share.rounds == 4 and share.tokens == 10
+    assert result.estimate("conditional", "draft").value.tolist() == pytest.approx([3 / 4, 2 / 3, 1])
+    assert result.estimate("survival", "draft").value.tolist() == pytest.approx([3 / 4, 1 / 2, 1 / 2])
+    table = AcceptanceResult.of(result, {}, {})
+    share = table.select(metric="stop_share", set="mean").iloc[0]
+    assert share["mean"] == 1 / 4 and share["n"] == 1 and math.isnan(share["low"])
+    assert table.select(metric="survival", set="toy")["slot"].tolist() == ["1", "2", "3"]
 
 
 def test_slots_beyond_the_end_of_an_answer_are_not_put_to_the_test():
     rounds = Rounds(anchors=(5,), accepted=(2,), length=8, slots=4)
-    counts = measure("draft", "toy", "1", rounds, stopped=True, slots=4)
+    counts = count_rounds("draft", "toy", "1", rounds, stopped=True, slots=4)
     assert counts.reached == (1, 1, 0, 0) and counts.passed == (1, 1, 0, 0)
     assert counts.committed == 2, "no bonus behind the stop token"
     bonus_is_the_stop = Rounds(anchors=(5,), accepted=(1,), length=8, slots=4)
-    assert measure("draft", "toy", "1", bonus_is_the_stop, stopped=True, slots=4).committed == 2
+    assert count_rounds("draft", "toy", "1", bonus_is_the_stop, stopped=True, slots=4).committed == 2
 
 
 def test_an_answer_of_one_token_has_no_round():
     target = tiny_target()
     draft = tiny_draft(target)
-    rounds = walk(draft, [tapped(target, draft, [3, 4], (2,)), tapped(target, draft, [3], (4, 5))])
+    rounds = simulate_rounds(draft, [tapped(target, draft, [3, 4], (2,)), tapped(target, draft, [3], (4, 5))])
     assert rounds[0].anchors == () and rounds[1].anchors == (1,)
-    counts = measure("draft", "toy", "1", rounds[0], stopped=True, slots=4)
+    counts = count_rounds("draft", "toy", "1", rounds[0], stopped=True, slots=4)
     assert (counts.rounds, counts.committed, counts.stopped) == (0, 0, False)
 
 
@@ -114,20 +123,20 @@ def random_counts(draft: str, set: str, id: str, generator: torch.Generator) -> 
         anchors.append(at)
         at += accepted[-1] + 1
     rounds = Rounds(tuple(anchors), tuple(accepted), at + 5, 4)
-    return measure(draft, set, id, rounds, stopped=False, slots=4)
+    return count_rounds(draft, set, id, rounds, stopped=False, slots=4)
 
 
 def test_acceptance_length_is_one_plus_the_products():
     generator = torch.Generator().manual_seed(1)
     counts = tuple(random_counts("draft", "toy", str(i), generator) for i in range(30))
-    result = AcceptanceResult(counts, resamples=20)
-    products = result.acceptance("draft", "toy").value.cumprod(0)
+    result = AcceptanceCounts(counts, resamples=20)
+    products = result.estimate("conditional", "draft", "toy").value.cumprod(0)
     al = result.acceptance_length("draft", "toy").value
     torch.testing.assert_close(1 + products.sum(), al)
-    torch.testing.assert_close(products, result.survival("draft", "toy").value)
+    torch.testing.assert_close(products, result.estimate("survival", "draft", "toy").value)
 
 
-def two_sets(seed: int = 2) -> AcceptanceResult:
+def two_sets(seed: int = 2) -> AcceptanceCounts:
     generator = torch.Generator().manual_seed(seed)
     counts = [
         random_counts(draft, set, f"{set}/{i}", generator)
@@ -135,7 +144,7 @@ def two_sets(seed: int = 2) -> AcceptanceResult:
         for set, size in (("math", 12), ("chat", 5))
         for i in range(size)
     ]
-    return AcceptanceResult(tuple(counts), {"target": "tiny"}, seed=7, resamples=300)
+    return AcceptanceCounts(tuple(counts), seed=7, resamples=300)
 
 
 def test_mean_weighs_sets_alike_and_intervals_hold_the_value():
@@ -156,31 +165,37 @@ def test_paired_ratio():
     same = result.paired_ratio("one", "one", "chat")
     assert same.value == same.low == same.high == 1
     copies = tuple(replace(one, draft="copy") for one in result.requests if one.draft == "one")
-    paired = AcceptanceResult(result.requests + copies, resamples=50).paired_ratio("copy", "one")
+    paired = AcceptanceCounts(result.requests + copies, resamples=50).paired_ratio("copy", "one")
     assert paired.low == paired.high == 1, "drafts are drawn alike"
 
 
 def test_per_request_mean_leaves_out_prompts_without_rounds():
     empty = RequestCounts("draft", "toy", "2", 0, 0, False, (0, 0, 0), (0, 0, 0))
-    frame = AcceptanceResult((toy(), empty), resamples=50).to_frame()
-    assert frame[frame.metric == "al_per_request"].value.tolist() == [2.5, 2.5]
+    counts = AcceptanceCounts((toy(), empty), resamples=50)
+    assert [float(counts.estimate("al_per_request", "draft", name).value) for name in ("toy", "mean")] == [
+        2.5
+    ] * 2
 
 
 def test_result_comes_back_from_disk(tmp_path: Path):
-    result = two_sets()
+    counts = two_sets()
+    drafts = {"one": {"architecture": DFLASH}, "two": {"architecture": DSPINE}}
+    result = AcceptanceResult.of(counts, {"target": "tiny"}, drafts)
     result.save(tmp_path)
     loaded = AcceptanceResult.load(tmp_path)
-    assert loaded == result
-    assert loaded.to_frame().equals(result.to_frame())
+    assert loaded.counts == counts and loaded.drafts == drafts
+    assert loaded.frame().equals(result.frame())
+    assert loaded.findings() == result.findings() and loaded.claims() == result.claims() != []
+    assert "two over one" in loaded.findings()[-1]
     with pytest.raises(UsageError, match="was not found"):
         AcceptanceResult.load(tmp_path / "elsewhere")
 
 
 def test_results_that_cannot_be_compared():
     with pytest.raises(UsageError, match="no request"):
-        AcceptanceResult(())
+        AcceptanceCounts(())
     with pytest.raises(UsageError, match="different prompts"):
-        AcceptanceResult((toy(), replace(toy(), draft="other", id="9")))
+        AcceptanceCounts((toy(), replace(toy(), draft="other", id="9")))
     with pytest.raises(UsageError, match="drafts are one, two and sets math, chat or mean"):
         two_sets().acceptance_length("three")
 
@@ -195,20 +210,25 @@ def test_evaluate_is_real_decoding_of_every_draft():
     result = evaluate(
         target, drafts, named, max_new_tokens=NEW, batch_size=4, on_progress=lambda *event: seen.append(event)
     )
-    assert result.drafts == ("a", "b") and result.sets == ("even", "odd")
+    assert result.counts.drafts == ("a", "b") and result.counts.sets == ("even", "odd")
     for name, draft in drafts.items():
-        found = {one.id: one for one in result.requests if one.draft == name}
+        found = {one.id: one for one in result.counts.of(name)}
         for prompt, ids in zip(named, listed, strict=True):
             real = generate(target, draft, ids, max_new_tokens=NEW)
             expected = Rounds.of(real)
             stopped = real.finish == "stop"
-            assert found[prompt.id] == measure(
+            assert found[prompt.id] == count_rounds(
                 name, prompt.set, prompt.id, expected, stopped=stopped, slots=4
             )
     assert {stage for stage, _, _ in seen} == {"answers", "walks"}
     assert ("answers", 14, 14) in seen and seen[-1] == ("walks", 14, 14)
-    assert result.config["drafts"]["b"]["dflash_config"]["target_layer_ids"] == [1, 0, 3]
-    assert math.isfinite(float(result.acceptance_length("a").value))
+    assert result.drafts["b"]["architecture"] == DSPINE and list(result.drafts) == ["a", "b"]
+    assert math.isfinite(float(result.counts.acceptance_length("a").value))
+    answers = answer_prompts(target, named, max_new_tokens=NEW, batch_size=4)
+    states = read_states(target, named, answers, drafts["a"].config.target_layer_ids, batch_size=4)
+    given = {"answers": answers, "states": states, "max_new_tokens": NEW, "batch_size": 4}
+    again = evaluate(target, {"a": drafts["a"]}, named, **given)
+    assert again.counts.requests == tuple(result.counts.of("a")), "answers and states at hand are used"
     with pytest.raises(UsageError, match="0 drafts"):
         evaluate(target, {}, named, max_new_tokens=NEW)
 
@@ -235,11 +255,26 @@ def test_evaluate_command_prints_a_table_and_saves_the_result(
         "--output",
         str(tmp_path / "out"),
     ]
-    command = ["evaluate", "--draft", str(tmp_path / "a"), "--draft", str(tmp_path / "b"), *options]
+    command = ["evaluate", "--draft", str(tmp_path / "a"), "--draft", f"spine={tmp_path / 'b'}", *options]
     ran = CliRunner().invoke(app, command, env={"COLUMNS": "200"})
     assert ran.exit_code == 0, ran.output
     result = AcceptanceResult.load(tmp_path / "out")
-    assert result.sets == ("x", "y") and len(result.requests) == 2 * 2 * 3
-    assert interval(result.acceptance_length(str(tmp_path / "b"))) in ran.stdout
+    assert result.counts.sets == ("x", "y") and len(result.counts.requests) == 2 * 2 * 3
+    assert result.counts.drafts == ("a", "spine")
+    assert number(result.counts.acceptance_length("spine")) in ran.stdout
     unknown = CliRunner().invoke(app, ["evaluate", "--draft", "nope", *options])
     assert unknown.exit_code == 2 and "draft 'nope' is neither a folder nor a shipped draft" in unknown.stderr
+
+
+@pytest.mark.parametrize("draw", [plots.bars, plots.survival])
+def test_figures_show_what_their_words_say(draw):
+    result = AcceptanceResult.of(two_sets(), {"target": "tiny"}, {"one": {}, "two": {}})
+    block = draw(result)
+    assert "n = 17 prompts" in block.caption and "one" in block.alt and "nan" not in block.alt
+    assert sum(len(trace.x) for trace in block.figure.data) == len(block.table)
+    mean = float(result.counts.acceptance_length("one").value)
+    first = float(result.counts.estimate("survival", "one").value[0])
+    assert (
+        f"one: mean {mean:.2f} tokens" in block.alt
+        or f"one: {100 * first:.0f} % of rounds keep slot 1" in block.alt
+    )

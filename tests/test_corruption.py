@@ -8,48 +8,58 @@ import torch
 from test_arena import tiny_arena
 from tiny import MASK, tiny_draft
 
-from dspine_probe.config import DFLASH, DSPINE, DSpineConfig
+from dspine_probe.config import DFLASH, DSPINE
 from dspine_probe.drafts import DFlash
-from dspine_probe.drafts.dspine import TruePredecessors
+from dspine_probe.drafts.block import TruePredecessors
+from dspine_probe.drafts.injection import DSpineConfig
 from dspine_probe.errors import ProbeError, UsageError
-from dspine_probe.experiments.contrast import Draws
-from dspine_probe.experiments.corruption.bench import Bench, as_long_as, hide
-from dspine_probe.experiments.corruption.blocks import OWN, Reach, prepare
+from dspine_probe.experiments.common.intervals import Estimate
+from dspine_probe.experiments.common.rows import RowBuilder
+from dspine_probe.experiments.corruption.blocks import OWN, prepare
 from dspine_probe.experiments.corruption.config import CorruptionConfig
 from dspine_probe.experiments.corruption.measure import corruption
+from dspine_probe.experiments.corruption.passes import CorruptionRunner, as_long_as, hide
 from dspine_probe.experiments.corruption.protocols import (
     AnchorProtocol,
     MessageProtocol,
     PrefixProtocol,
 )
+from dspine_probe.experiments.corruption.replacements import (
+    KINDS,
+    RANK_2,
+    ZERO,
+    FrequencyBands,
+    replacement_tokens,
+)
 from dspine_probe.experiments.corruption.result import CorruptionResult
-from dspine_probe.experiments.corruption.scores import FIELDS, Key, Sheets
-from dspine_probe.experiments.corruption.substitutes import KINDS, RANK_2, ZERO, FrequencyBands, substitutes
-from dspine_probe.experiments.corruption.table import Tabulator
+from dspine_probe.experiments.corruption.scores import FIELDS, Cell, Sheets
+from dspine_probe.experiments.corruption.table import FACTORS, CorruptionTable
 from dspine_probe.hooks import HookedDraft
 from dspine_probe.plots import corruption as plots
+from dspine_probe.precision import EXACT
 
 COUNTS = torch.arange(64) + 1
-CONFIG = CorruptionConfig(resamples=50, precise=True, rerun_kinds=(RANK_2, ZERO), walk_kinds=(RANK_2, ZERO))
+CONFIG = CorruptionConfig(resamples=50)
 SLOTS = 4
-SPINE = {"dspine": DSpineConfig(transfer_rank=8, message_size=6, top_k=4, replacement_layers=2)}
+SPINE = {"part": DSpineConfig(transfer_rank=8, message_size=6, top_k=4, replacement_layers=2)}
 
 
 class Scene:
-    """A tiny arena with stand-ins, and its blocks in one group."""
+    """A tiny arena with replacements, and its blocks in one group."""
 
     def __init__(self) -> None:
         self.target, self.arena = tiny_arena(8, per_answer=5)
         generator = torch.Generator().manual_seed(0)
         bands = FrequencyBands.of(COUNTS)
         found = [
-            substitutes(self.target, a, KINDS, mask_token=MASK, bands=bands, generator=generator)
+            replacement_tokens(self.target, a, KINDS, mask_token=MASK, bands=bands, generator=generator)
             for a in self.arena.answers
         ]
-        self.stand_ins = {kind: [one[kind] for one in found] for kind in KINDS}
-        reach = Reach(CONFIG.kinds, CONFIG.earlier, CONFIG.rerun_kinds, later_slots=True)
+        self.replacements = {kind: [one[kind] for one in found] for kind in KINDS}
         (batch,) = self.arena.batches(answers_per_batch=8)
-        self.group = prepare(self.arena, self.arena.order, batch, self.stand_ins, self.target, reach)
+        self.group = prepare(
+            self.arena, self.arena.order, batch, self.replacements, self.target, CONFIG, later_slots=True
+        )
         self.answers = [self.arena.answers[i] for i in self.arena.order]
 
     def texts(self, block: int, kind: str, position: int):
@@ -57,7 +67,7 @@ class Scene:
         text = int(self.group.text[block])
         clean = self.answers[text].tokens
         edited = clean.clone()
-        edited[position] = self.group.stand_ins[kind][text][position]
+        edited[position] = self.group.replacements[kind][text][position]
         return self.answers[text], edited
 
     def states(self, tokens):
@@ -76,8 +86,8 @@ def draft_of(scene, architecture, **changes):
 def measured(scene, draft, protocol, *extra):
     sheets = Sheets(len(scene.group), SLOTS)
     with HookedDraft(draft) as hooked, torch.no_grad():
-        protocol(Bench(hooked, scene.group), CONFIG, sheets, *extra).run()
-    return sheets.found
+        protocol(CorruptionRunner(hooked, scene.group), CONFIG, sheets, *extra).run()
+    return sheets
 
 
 def by_hand(draft, clean, edited, gold, answer=None):
@@ -117,9 +127,9 @@ def test_protocol_a_is_what_passes_on_the_edited_texts_give(scene, architecture)
             wrong = scores(answer.taps, int(edited[anchor]))
             for slot in range(SLOTS):
                 wanted = by_hand(draft, clean[slot], wrong[slot], gold[slot], asked if slot == 0 else None)
-                same(found[Key("A", "t−1", "token", kind)][:, block, slot], wanted)
+                same(found[Cell("A", "t−1", "token", kind)][:, block, slot], wanted)
             for site, position in (("t−2", anchor - 1), ("t−3", anchor - 2), ("first", first)):
-                row = found[Key("A", site, "row", kind)][:, block]
+                row = found[Cell("A", site, "row", kind)][:, block]
                 if position < first or (site == "first" and first > anchor - 3):
                     assert row.isnan().all(), "the prompt is not edited"
                     continue
@@ -130,9 +140,9 @@ def test_protocol_a_is_what_passes_on_the_edited_texts_give(scene, architecture)
                 whole[:position] = answer.taps[:position]
                 alone = answer.taps.clone()
                 alone[position] = whole[position]
-                told = asked if kind in CONFIG.rerun_kinds else None
+                told = asked if CONFIG.reruns(kind) else None
                 for edit, taps in (("row", alone), ("rerun", whole)):
-                    key = Key("A", site, edit, kind)
+                    key = Cell("A", site, edit, kind)
                     if edit == "rerun" and (site == "t−2" or told is None):
                         assert key not in found, "the same as the row alone, or not asked for"
                         continue
@@ -146,7 +156,7 @@ def test_nothing_is_a_zero_embedding_and_a_zero_code(scene):
     group = scene.group
     for architecture in (DFLASH, DSPINE):
         draft = draft_of(scene, architecture)
-        found = measured(scene, draft, AnchorProtocol, None)[Key("A", "t−1", "token", ZERO)]
+        found = measured(scene, draft, AnchorProtocol, None)[Cell("A", "t−1", "token", ZERO)]
         bare = draft_of(scene, architecture)
         block = next(b for b in range(len(group)) if int(group.tokens[b, 0]) != MASK)
         anchor, token = int(group.anchors[block]), int(group.tokens[block, 0])
@@ -185,7 +195,7 @@ def test_a_hidden_anchor_is_hidden_from_the_last_write_too(scene):
 
 def test_the_unedited_text_run_again_changes_nothing_but_rounding(scene):
     found = measured(scene, draft_of(scene, DFLASH), AnchorProtocol, None)
-    fields = dict(zip(FIELDS, found[Key("A", "t−3", "rerun", "unedited")], strict=True))
+    fields = dict(zip(FIELDS, found[Cell("A", "t−3", "rerun", "unedited")], strict=True))
     kept = ~fields["hit"].isnan()
     assert torch.equal(fields["hit"][kept], fields["clean_hit"][kept])
     assert float(fields["kl"][kept].abs().max()) < 1e-5
@@ -211,12 +221,12 @@ def test_protocol_b_corrupts_one_shown_token(scene, causal):
         clean = scores(tokens, t)
         for site, slot in (("t−1", t - 1), ("t−2", t - 2), ("t−3", t - 3), ("first", 0)):
             for kind in (RANK_2, "mask"):
-                row = found[Key("B", site, "token", kind)][:, block, t - 1]
+                row = found[Cell("B", site, "token", kind)][:, block, t - 1]
                 if slot < 0 or (site == "first" and t <= 3):
                     assert row.isnan().all()
                     continue
                 shown = tokens.clone()
-                shown[slot] = group.stand_ins[kind][text][anchor + slot]
+                shown[slot] = group.replacements[kind][text][anchor + slot]
                 asked = None
                 if site == "t−1" and kind == RANK_2:
                     edited = answer.tokens[: anchor + t].clone()
@@ -243,13 +253,13 @@ def test_protocol_c_sends_one_wrong_code(scene):
     clean = scores(tokens)
     for slot in range(SLOTS):
         said = tokens.clone()
-        said[slot] = group.stand_ins[RANK_2][text][anchor + slot]
+        said[slot] = group.replacements[RANK_2][text][anchor + slot]
         wrong = scores(said)
         for t in range(slot + 1, SLOTS + 1):
             site = f"t−{t - slot}" if t - slot <= 3 else "first"
-            row = found[Key("C", site, "message", RANK_2)][:5, block, t - 1]
+            row = found[Cell("C", site, "message", RANK_2)][:5, block, t - 1]
             same(row, by_hand(draft, clean[t - 1], wrong[t - 1], int(tokens[t]))[:5])
-    assert Key("C", "t−1", "message", "noise") in found
+    assert Cell("C", "t−1", "message", "noise") in found
 
 
 class Restless(DFlash):
@@ -264,24 +274,25 @@ class Restless(DFlash):
 class Chatty(DFlash):
     """Says it is causal and is not."""
 
-    def block_inputs(self, context, anchors, width):
-        rotary, bias = super().block_inputs(context, anchors, width)
-        return rotary, dataclasses.replace(bias, block=torch.zeros_like(bias.block))
+    def block_inputs(self, *given):
+        inputs = super().block_inputs(*given)
+        bias = dataclasses.replace(inputs.bias, block=torch.zeros_like(inputs.bias.block))
+        return dataclasses.replace(inputs, bias=bias)
 
 
 def test_exchanging_a_thing_for_itself_is_exact_and_checked(scene):
     for architecture, protocols in ((DFLASH, [AnchorProtocol]), (DSPINE, [AnchorProtocol, MessageProtocol])):
         with HookedDraft(draft_of(scene, architecture)) as hooked, torch.no_grad():
             for protocol in protocols:
-                bench = Bench(hooked, scene.group)
-                made = protocol(bench, CONFIG, Sheets(len(scene.group), SLOTS), None)
+                runner = CorruptionRunner(hooked, scene.group)
+                made = protocol(runner, CONFIG, Sheets(len(scene.group), SLOTS), None)
                 assert made.check_no_op() == (7 if protocol is AnchorProtocol else SLOTS)
                 made.run()
                 made.check_no_op()
     restless = draft_of(scene, DFLASH)
     restless.__class__ = Restless
     with pytest.raises(ProbeError, match="exchanging a token for itself changed"):
-        corruption({"d": restless}, scene.target, scene.arena, counts=COUNTS, config=CONFIG)
+        corruption({"d": restless}, scene.target, scene.arena, counts=COUNTS, config=CONFIG, precision=EXACT)
 
 
 def test_a_causal_block_that_passes_something_backwards_is_refused(scene):
@@ -309,14 +320,15 @@ def result(scene) -> CorruptionResult:
         fine_tuned={"dflash": draft_of(scene, DFLASH, seed=5)},
         counts=COUNTS,
         config=CONFIG,
-        on_step=lambda *step: steps.append(step),
+        precision=EXACT,
+        on_progress=lambda *step: steps.append(step),
     )
     assert [done for _, done, _ in steps] == list(range(1, steps[0][2] + 1))
     return made
 
 
 def test_the_result_has_every_protocol_place_and_control(result, scene):
-    rows = result.to_frame()
+    rows = result.frame()
     plain = rows[~rows[["draft", "site", "kind"]].apply(lambda c: c.str.contains("−  |\\s−\\s")).any(axis=1)]
     assert set(plain["protocol"]) == {"A", "B", "C", "decode"}
     for protocol, extra in (("A", {"noise", "unedited"}), ("B", {"clean"}), ("C", {"noise"})):
@@ -326,25 +338,26 @@ def test_the_result_has_every_protocol_place_and_control(result, scene):
         assert {"t−1", "t−2", "t−3", "first"} <= set(mine["site"])
     counted = rows[rows["metric"].isin(["clean", "top1", "moved", "followed"])]
     assert counted["mean"].between(0, 1).all() and (rows["low"] <= rows["high"]).all()
-    assert result.checks["dspine"]["exchanged_for_itself"] == 7 + SLOTS
-    assert result.checks["dflash"]["moves_earlier_slots"] > 0, "a bidirectional block"
-    assert result.data["rerun_unedited"]["reproduced"] == result.data["rerun_unedited"]["tokens"] > 0
-    assert result.data["blocks"] == len(scene.group) and "protocol B" not in result.skipped
+    assert result.data["exchanged_for_itself"] == {"dflash": 7 + SLOTS, "dspine": 7 + SLOTS}
+    moved = result.select(kind="unedited", metric="moved")
+    assert len(moved) == 2 and (moved["mean"] == 0).all(), "the target writes what it wrote"
+    assert result.data["blocks"] == len(scene.group) and result.data["fine_tuned"] == ["dflash"]
+    assert result.config["precision"] == "fp32"
 
 
 def test_change_is_after_minus_before_on_the_same_blocks(result):
     wanted = {"draft": "dflash", "protocol": "A", "site": "t−1", "kind": RANK_2, "subset": "all"}
     means = {
-        m: result.select(**wanted, metric=m, first_slot=2)["mean"].item() for m in ("clean", "top1", "change")
+        m: result.select(**wanted, metric=m, slot="2")["mean"].item() for m in ("clean", "top1", "change")
     }
     assert means["change"] == pytest.approx(means["top1"] - means["clean"])
 
 
 def test_acceptance_under_true_anchors_is_that_of_the_walk(result, scene):
-    from dspine_probe.decoding.offline import walk
+    from dspine_probe.decoding.offline import simulate_rounds
 
     draft = draft_of(scene, DFLASH)
-    rounds = walk(draft, scene.arena.answers)
+    rounds = simulate_rounds(draft, scene.arena.answers)
     by_set = []
     for name in scene.arena.set_names:
         mine = [r for r, of in zip(rounds, scene.arena.sets, strict=True) if of == name]
@@ -359,7 +372,7 @@ def test_acceptance_under_true_anchors_is_that_of_the_walk(result, scene):
 def test_results_come_back_from_disk_and_speak(result, tmp_path):
     result.save(tmp_path)
     again = CorruptionResult.load(tmp_path)
-    pd.testing.assert_frame_equal(again.to_frame(), result.to_frame())
+    pd.testing.assert_frame_equal(again.frame(), result.frame())
     assert again.findings() == result.findings() and again.claims() == result.claims()
     said = " ".join(result.findings())
     assert (
@@ -369,7 +382,7 @@ def test_results_come_back_from_disk_and_speak(result, tmp_path):
     assert claim.id == "P1" and "no-op" in claim.controls[0].name
     assert any("fine-tuned against parent" in control.name for control in claim.controls)
     assert not [control for control in claim.controls if control.outcome == "not measured"]
-    alone = dataclasses.replace(result, table=result.table[result.table["protocol"] == "A"])
+    alone = dataclasses.replace(result, table=result.table[result.table["condition"].str.startswith("A ")])
     missing = [control.name for control in alone.claims()[0].controls if control.outcome == "not measured"]
     assert [name.split(" (")[0] for name in missing] == ["protocol B", "protocol C"]
 
@@ -383,13 +396,12 @@ def test_figures_show_what_their_words_say(result, figure):
 
 def table(gaps, slot=1):
     """A result with nothing but the contrasts of t−1 against two places."""
-    same = {"draft": "d", "protocol": "A", "edit": "row", "kind": RANK_2, "subset": "all", "metric": "change"}
-    rows = [
-        same | {"site": f"t−1 − {site}", "first_slot": slot, "last_slot": slot, "low": low, "high": high}
-        for site, (low, high) in zip(("t−2", "first"), gaps, strict=True)
-    ]
-    where = {"headline_slots": {"A": [1, 1]}}
-    return CorruptionResult(pd.DataFrame(rows), {}, {"d": {}}, where, {"d": {}}, {}, 0.0)
+    rows = RowBuilder(FACTORS)
+    for site, (low, high) in zip(("t−2", "first"), gaps, strict=True):
+        where = {"protocol": "A", "site": f"t−1 − {site}", "edit": "row", "kind": RANK_2, "subset": "all"}
+        gap = Estimate(*map(torch.tensor, ((low + high) / 2, low, high)))
+        rows.add(gap, draft="d", metric="change", slot=slot, n=9, **where)
+    return CorruptionResult(rows.table(), {}, {"d": {}}, {"headline_slots": {"A": "1"}}, 0.0)
 
 
 def test_the_claim_holds_only_against_every_place():
@@ -408,19 +420,25 @@ def test_subsets_and_contrasts_of_numbers_made_by_hand():
     of["moved"][:] = float("nan")
     of["moved"][:, 0] = 0
     of["moved"][1::2, 0] = 1
-    tabulator = Tabulator(Draws.of(arena, resamples=20), SLOTS, 3)
-    keys = Key("A", "t−1", "token", RANK_2), Key("A", "t−2", "row", RANK_2)
+
+    def frame(made):
+        return CorruptionResult(made.rows.table(), {}, {}, {}, 0.0).frame()
+
+    keys = Cell("A", "t−1", "token", RANK_2), Cell("A", "t−2", "row", RANK_2)
     other = torch.zeros_like(fields)
-    rows = pd.DataFrame([*tabulator.condition("d", keys[0], fields)])
+    made = CorruptionTable(arena, dataclasses.replace(CONFIG, resamples=20))
+    made.condition("d", keys[0], fields)
+    rows = frame(made)
 
     def mean(subset, metric, slot=1):
-        found = rows[(rows["subset"] == subset) & (rows["metric"] == metric) & (rows["first_slot"] == slot)]
+        found = rows[(rows["subset"] == subset) & (rows["metric"] == metric) & (rows["slot"] == str(slot))]
         return found["mean"].item() if len(found) else None
 
     assert mean("clean correct", "change") == -1
     assert mean("answer changes", "clean") == 0 and mean("answer stays", "clean") == 1
     assert mean("answer changes", "change", slot=2) is None
-    contrast = pd.DataFrame([*tabulator.contrasts("d", {keys[0]: fields, keys[1]: other})])
+    made.contrasts("d", {keys[0]: fields, keys[1]: other})
+    contrast = frame(made)
     one = contrast[(contrast["metric"] == "change") & (contrast["site"] == "t−1 − t−2")].iloc[0]
     assert one["mean"] == pytest.approx(mean("all", "change")) and one["edit"] == "row"
 
@@ -428,10 +446,15 @@ def test_subsets_and_contrasts_of_numbers_made_by_hand():
 def test_the_fast_configuration_uses_less_and_says_so(scene):
     drafts = {"dspine": draft_of(scene, DSPINE)}
     config = dataclasses.replace(CorruptionConfig.fast(), resamples=20)
-    made = corruption(drafts, scene.target, scene.arena, config=config)
+    made = corruption(drafts, scene.target, scene.arena, config=config, precision=EXACT)
     assert made.data["blocks"] == 2 * len(scene.arena.answers)
-    assert {"protocol B", "norm-matched noise"} <= set(made.skipped)
-    assert made.holds("dspine") in (True, False, None) and made.findings()
+    assert not made.measured("B") and made.measured("C") == ["dspine"]
+    frame = made.frame()
+    assert {*frame["kind"]} >= {RANK_2, ZERO} and not {*frame["kind"]} & {"noise", "mask", "frequency"}
+    gaps = made.headline("dspine", "A", kind=RANK_2, metric="change")
+    gaps = gaps[gaps["site"].str.startswith("t−1 − ")]
+    expected = True if (gaps["high"] < 0).all() else False if (gaps["low"] > 0).any() else None
+    assert len(gaps) == 3 and made.holds("dspine") is expected
 
 
 def test_what_cannot_be_measured_is_refused_in_a_sentence(scene):
@@ -440,8 +463,14 @@ def test_what_cannot_be_measured_is_refused_in_a_sentence(scene):
     def refuses(words, *, drafts=None, arena=arena, config=CONFIG, **given):
         with pytest.raises(UsageError, match=words):
             corruption(
-                {"d": draft} if drafts is None else drafts, scene.target, arena, counts=COUNTS, config=config, **given
-            )  # fmt: skip
+                {"d": draft} if drafts is None else drafts,
+                scene.target,
+                arena,
+                counts=COUNTS,
+                config=config,
+                precision=EXACT,
+                **given,
+            )
 
     refuses("no draft", drafts={})
     refuses("'e' has no parent", fine_tuned={"e": draft})

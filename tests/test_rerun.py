@@ -10,9 +10,8 @@ from tiny import prompts, tiny_draft, tiny_target
 from dspine_probe.config import DFLASH
 from dspine_probe.drafts import Context
 from dspine_probe.errors import UsageError
-from dspine_probe.experiments.corruption.block_context import rows_of, swapped
-from dspine_probe.experiments.corruption.rerun import Edit, rerun
-from dspine_probe.experiments.corruption.substitutes import (
+from dspine_probe.experiments.corruption.passes import exchanged, rows_of
+from dspine_probe.experiments.corruption.replacements import (
     FREQUENCY,
     MASK,
     NOTHING,
@@ -20,9 +19,10 @@ from dspine_probe.experiments.corruption.substitutes import (
     ZERO,
     FrequencyBands,
     embed,
+    replacement_tokens,
     response_counts,
-    substitutes,
 )
+from dspine_probe.experiments.corruption.rerun import Edit, rerun
 
 TEXTS = [torch.tensor(ids) for ids in prompts(8) if len(ids) >= 9][:2]
 
@@ -78,7 +78,7 @@ def test_exchanged_rows_are_those_of_the_edited_text_and_go_back():
     edited = torch.stack([taps[1], taps[0], taps[1]])
     edited[edits] = new
     expected = draft.encode_context(edited)
-    with pytest.raises(RuntimeError, match="inside"), swapped(blocks, *edits, rows):
+    with pytest.raises(RuntimeError, match="inside"), exchanged(blocks, *edits, rows):
         for found, wanted in zip(
             (*blocks.keys, *blocks.values), (*expected.keys, *expected.values), strict=True
         ):
@@ -89,7 +89,7 @@ def test_exchanged_rows_are_those_of_the_edited_text_and_go_back():
     assert torch.equal(own.keys[1][1, 0], blocks.keys[1][2, 0])
 
 
-def stand_ins(kinds, **changes):
+def replacements(kinds, **changes):
     target, arena = tiny_arena(4)
     answer = replace(arena.answers[0], **changes)
     bands = FrequencyBands.of(torch.arange(64) + 1)
@@ -97,12 +97,12 @@ def stand_ins(kinds, **changes):
     return (
         target,
         answer,
-        substitutes(target, answer, kinds, mask_token=63, bands=bands, generator=generator),
+        replacement_tokens(target, answer, kinds, mask_token=63, bands=bands, generator=generator),
     )
 
 
 def test_the_second_choice_is_the_best_token_but_the_one_that_stands_there():
-    target, answer, found = stand_ins([RANK_2])
+    target, answer, found = replacements([RANK_2])
     assert torch.equal(found[RANK_2][: answer.prompt_length], answer.tokens[: answer.prompt_length])
     scores = target.logits(answer.final)
     for position in range(answer.prompt_length, len(answer)):
@@ -111,8 +111,8 @@ def test_the_second_choice_is_the_best_token_but_the_one_that_stands_there():
         assert int(found[RANK_2][position]) == ranked[0]
 
 
-def test_mask_and_nothing_stand_in_for_every_token():
-    _, answer, found = stand_ins([MASK, ZERO, FREQUENCY])
+def test_mask_and_nothing_replace_every_token():
+    _, answer, found = replacements([MASK, ZERO, FREQUENCY])
     response = slice(answer.prompt_length, None)
     assert (found[MASK][response] == 63).all() and (found[ZERO][response] == NOTHING).all()
     assert (found[FREQUENCY][response] != answer.tokens[response]).all()
@@ -121,12 +121,12 @@ def test_mask_and_nothing_stand_in_for_every_token():
     )
 
 
-def test_a_stand_in_that_is_the_token_itself_is_refused():
+def test_a_replacement_that_is_the_token_itself_is_refused():
     _, arena = tiny_arena(4)
     tokens = arena.answers[0].tokens.clone()
     tokens[arena.answers[0].prompt_length + 2] = 63
     with pytest.raises(UsageError, match="'mask' leaves token 63 .* as it is"):
-        stand_ins([MASK], tokens=tokens)
+        replacements([MASK], tokens=tokens)
 
 
 def test_frequency_matches_stay_in_the_band_of_their_token_and_follow_its_shares():

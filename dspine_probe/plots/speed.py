@@ -1,181 +1,129 @@
-"""Figures of real decoding: tokens a second, plainly and with each draft, and where the time goes.
-
-`bars` draws the short comparison of the main job; the others draw a bench: `time_per_token`, `speedup_by_rows`,
-`speedup_by_set`.
-"""
+"""Figures of real decoding: tokens a second, where the time of a token goes, and speedups by rows and by set."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pandas as pd
-from plotly.subplots import make_subplots
+import plotly.graph_objects as go
 
-from dspine_probe.errors import UsageError
-from dspine_probe.experiments.bench.result import ALL, PARTS, PLAIN, BenchResult, spoken
-from dspine_probe.experiments.speed import SpeedResult
+from dspine_probe.experiments.common.wording import counted, number
+from dspine_probe.experiments.speed.result import SpeedResult
+from dspine_probe.experiments.speed.table import ALL, PARTS, PLAIN
 from dspine_probe.plots.figure_block import FigureBlock
-from dspine_probe.plots.style import CATEGORICAL, DASHES, MARKERS, interval_bars, layout, numbers
-
-_PATTERNS = ("/", "x", "", ".")
-_PARTS = {"drafting_share": ("drafting", "/"), "verifying_share": ("verifying", ""), "rest": ("rest", ".")}
+from dspine_probe.plots.panels import panels
+from dspine_probe.plots.style import layout
 
 
-def bars(result: SpeedResult) -> FigureBlock:
-    """Tokens per second with 95 % intervals, and shares of drafting, verifying and the rest."""
-    rows = result.to_frame()
-    rows["rest"] = 1 - rows["drafting_share"] - rows["verifying_share"]
-    figure = make_subplots(
-        cols=2, subplot_titles=["tokens per second", "where the time goes"], horizontal_spacing=0.1
-    )
-    rate = [rows[f"tokens_per_second{end}"] for end in ("", "_low", "_high")]
-    figure.add_bar(
-        x=rows["mode"].tolist(), y=numbers(rate[0]), error_y=interval_bars(*rate), showlegend=False,
-        marker_color=CATEGORICAL[0], text=[f"{s:.2f}×" for s in rows["speedup"]], textposition="inside",
-        row=1, col=1,
-    )  # fmt: skip
-    for index, (column, (name, pattern)) in enumerate(_PARTS.items(), start=1):
-        figure.add_bar(
-            x=rows["mode"].tolist(), y=100 * numbers(rows[column]), name=name, row=1, col=2,
-            marker={"color": CATEGORICAL[index], "pattern": {"shape": pattern}},
-        )  # fmt: skip
-    figure.update_layout(barmode="stack")
-    figure.update_yaxes(title_text="tokens/s", rangemode="tozero", row=1, col=1)
-    figure.update_yaxes(title_text="share of decoding time, %", range=[0, 100], row=1, col=2)
-    return FigureBlock(
-        layout(figure, height=400),
-        "Real decoding",
-        f"The same prompts by turns, prefill not counted, {result.config.get('threads', '?')} threads, engines: "
-        f"{spoken(result.config)}. Bars say times plain decoding. n = {int(rows['prompts'].max())} prompts.",
-        " ".join(_describe(row) for _, row in rows.iterrows()),
+def tokens_per_second(result: SpeedResult) -> FigureBlock:
+    """Tokens per second, plainly and with each draft, one panel a sampling, with the fewest rows."""
+    rows = result.select(set=ALL, rows=result.fewest, metric="tokens_per_second")
+    speedup = result.select(set=ALL, rows=result.fewest, metric="speedup").set_index(["draft", "sampling"])[
+        "mean"
+    ]
+    figure = panels(rows, by="metric", x="draft", kind="bars", column="sampling")
+    for bars, (_, panel) in zip(figure.data, rows.groupby("sampling", sort=False), strict=True):
+        bars.text = [f"{speedup[row['draft'], row['sampling']]:.2f}×" for _, row in panel.iterrows()]
+    figure.update_yaxes(title_text="tokens per second", rangemode="tozero", row=1, col=1)
+    return _block(
+        result,
+        figure,
         rows,
+        "Tokens per second",
+        "The same prompts by all methods, the prefill not counted; bars say times plain decoding.",
+        lambda row: (
+            f"{number(row, 1)} tokens a second, {speedup[row['draft'], row['sampling']]:.2f} times plain"
+        ),
+        legend=False,
     )
 
 
-def time_per_token(result: BenchResult) -> FigureBlock:
+def time_per_token(result: SpeedResult) -> FigureBlock:
     """Milliseconds per committed token by part, one panel a sampling, with the fewest rows."""
-    table = result.to_frame()
-    rows = table[(table["set"] == ALL) & (table["rows"] == result.rows[0])]
-    labels = [sampling.label for sampling in result.samplings]
-    figure = make_subplots(
-        cols=len(labels), subplot_titles=labels, shared_yaxes=True, horizontal_spacing=0.05
-    )
-    for column, label in enumerate(labels, start=1):
-        mine = rows[rows["sampling"] == label]
-        for index, (part, pattern) in enumerate(zip(PARTS, _PATTERNS, strict=True)):
-            figure.add_bar(
-                x=mine["draft"].tolist(), y=numbers(mine[f"{part}_ms_per_token"]), name=part, legendgroup=part,
-                showlegend=column == 1, marker={"color": CATEGORICAL[index], "pattern": {"shape": pattern}},
-                hovertemplate="%{x}: %{y:.2f} ms a token<extra>" + part + "</extra>",
-                row=1, col=column,
-            )  # fmt: skip
-        figure.add_scatter(
-            x=mine["draft"].tolist(), y=numbers(sum(mine[f"{part}_ms_per_token"] for part in PARTS)),
-            text=[f"{speedup:.2f}×" for speedup in mine["speedup"]], mode="text", textposition="top center",
-            showlegend=False, hoverinfo="skip", row=1, col=column,
-        )  # fmt: skip
+    names = {f"{part}_ms_per_token": part for part in PARTS}
+    rows = result.select(set=ALL, rows=result.fewest, metric=list(names))
+    figure = panels(rows, by="metric", x="draft", kind="bars", column="sampling", names=names)
     figure.update_layout(barmode="stack")
     figure.update_yaxes(title_text="ms per committed token", rangemode="tozero", row=1, col=1)
-    return FigureBlock(
-        layout(figure, height=420),
+    return _block(
+        result,
+        figure,
+        rows,
         "Where the time of a token goes",
-        f"Seconds after the prefill over tokens, {result.rows[0]} at once; numbers say times plain decoding. "
-        f"{_setting(result, rows)}",
-        " ".join(
-            f"{row['draft']}, {row['sampling']}: "
-            + ", ".join(f"{part} {row[f'{part}_ms_per_token']:.2f} ms" for part in PARTS)
-            + f" a token, {row['speedup']:.2f} times plain decoding."
-            for _, row in rows.iterrows()
-        ),
-        rows.dropna(axis="columns", how="all"),
+        f"Seconds after the prefill over tokens, {result.fewest} at once.",
+        lambda row: f"{names[row['metric']]} {row['mean']:.2f} ms",
     )
 
 
-def speedup_by_rows(result: BenchResult) -> FigureBlock:
-    """Times plain decoding over the number of prompts decoded at once; hollow marks are what the passes promise."""
-    table = result.to_frame()
-    rows = table[(table["set"] == ALL) & (table["draft"] != PLAIN)]
-    labels = [sampling.label for sampling in result.samplings]
-    figure = make_subplots(
-        cols=len(labels), subplot_titles=labels, shared_yaxes=True, horizontal_spacing=0.05
+def speedup_by_rows(result: SpeedResult) -> FigureBlock | None:
+    """Times plain decoding over the prompts decoded at once, beside the prediction; None for one number of rows."""
+    rows = _drafted(result, set=ALL, metric=["speedup", "predicted_speedup"])
+    if rows["rows"].nunique() < 2:
+        return None
+    promised = rows["metric"] == "predicted_speedup"
+    rows = rows.assign(
+        rows=rows["rows"].astype(int), series=rows["draft"].where(~promised, rows["draft"] + ", predicted")
     )
-    for column, label in enumerate(labels, start=1):
-        for index, draft in enumerate(result.modes[1:]):
-            mine = rows[(rows["sampling"] == label) & (rows["draft"] == draft)]
-            found = [mine[f"speedup{end}"] for end in ("", "_low", "_high")]
-            for y, name, hollow in (
-                (found[0], draft, False),
-                (mine["predicted_speedup"], f"{draft}, predicted", True),
-            ):
-                figure.add_scatter(
-                    x=mine["rows"].tolist(), y=numbers(y), mode="markers" if hollow else "lines+markers", name=name,
-                    legendgroup=name, showlegend=column == 1, error_y=None if hollow else interval_bars(*found),
-                    line={"color": CATEGORICAL[index], "dash": DASHES[index]},
-                    marker={
-                        "color": CATEGORICAL[index], "symbol": MARKERS[index] + "-open" * hollow,
-                        "size": 11 if hollow else 8,
-                    },
-                    row=1, col=column,
-                )  # fmt: skip
-        figure.update_xaxes(
-            title_text="prompts at once", type="log", tickvals=list(result.rows), row=1, col=column
-        )
-    figure.add_hline(y=1, line_dash="dot", line_width=1)
-    figure.update_yaxes(title_text="times plain decoding", rangemode="tozero", row=1, col=1)
-    return FigureBlock(
-        layout(figure, height=420),
+    figure = panels(rows, by="series", x="rows", column="sampling")
+    figure.update_xaxes(title_text="prompts at once", type="log", tickvals=sorted({*rows["rows"]}))
+    return _block(
+        result,
+        _beside_plain(figure),
+        rows,
         "Speedup against concurrency",
-        "Tokens per second over those of plain decoding of the same batches; rows that finish are not replaced. 95 % "
-        f"intervals over batches where there are enough. {_setting(result, rows)}",
-        " ".join(
-            f"{row['draft']}, {row['sampling']}, {row['rows']} at once: {row['speedup']:.2f} times, predicted "
-            f"{row['predicted_speedup']:.2f}."
-            for _, row in rows.iterrows()
+        "Tokens per second over those of plain decoding of the same batches; rows that finish are not replaced.",
+        lambda row: (
+            f"{row['rows']} at once{', predicted' * (row['series'] != row['draft'])} {row['mean']:.2f} times"
         ),
-        rows.dropna(axis="columns", how="all"),
     )
 
 
-def speedup_by_set(result: BenchResult) -> FigureBlock:
-    """Times plain decoding on every set of prompts, one at a time, bars in groups of drafts."""
-    table = result.to_frame()
-    rows = table[(table["set"] != ALL) & (table["draft"] != PLAIN)]
+def speedup_by_set(result: SpeedResult) -> FigureBlock | None:
+    """Times plain decoding on every set, one prompt at a time; None where no set has several prompts."""
+    rows = _drafted(result, metric="speedup")
+    rows = rows[(rows["set"] != ALL) & (rows["n"] > 1)]
     if rows.empty:
-        raise UsageError("no set was decoded with one row at a time; measure with 1 among the rows")
-    labels = [sampling.label for sampling in result.samplings]
-    figure = make_subplots(rows=len(labels), subplot_titles=labels, shared_xaxes=True, vertical_spacing=0.12)
-    for panel, label in enumerate(labels, start=1):
-        for index, draft in enumerate(result.modes[1:]):
-            mine = rows[(rows["sampling"] == label) & (rows["draft"] == draft)]
-            found = [mine[f"speedup{end}"] for end in ("", "_low", "_high")]
-            figure.add_bar(
-                x=mine["set"].tolist(), y=numbers(found[0]), error_y=interval_bars(*found), name=draft,
-                legendgroup=draft, showlegend=panel == 1,
-                marker={"color": CATEGORICAL[index], "pattern": {"shape": _PATTERNS[index % len(_PATTERNS)]}},
-                row=panel, col=1,
-            )  # fmt: skip
-    figure.add_hline(y=1, line_dash="dot", line_width=1)
-    figure.update_yaxes(title_text="times plain", rangemode="tozero")
-    return FigureBlock(
-        layout(figure, height=160 + 260 * len(labels)),
+        return None
+    figure = panels(rows, by="draft", x="set", kind="bars", column="sampling")
+    return _block(
+        result,
+        _beside_plain(figure),
+        rows,
         "Speedup by set",
-        f"One prompt at a time; 95 % intervals over prompts. {_setting(result, rows)}",
-        " ".join(
-            f"{row['draft']}, {row['sampling']}, {row['set']}: {row['speedup']:.2f} times."
-            for _, row in rows.iterrows()
-        ),
-        rows.dropna(axis="columns", how="all"),
+        "One prompt at a time.",
+        lambda row: f"{row['set']} {row['mean']:.2f} times",
     )
 
 
-def _setting(result: BenchResult, rows: pd.DataFrame) -> str:
+def _drafted(result: SpeedResult, **wanted: str | list[str]) -> pd.DataFrame:
+    rows = result.select(**wanted)
+    return rows[rows["draft"] != PLAIN]
+
+
+def _beside_plain(figure: go.Figure) -> go.Figure:
+    figure.add_hline(y=1, line_dash="dot", line_width=1)
+    return figure.update_yaxes(title_text="times plain decoding", rangemode="tozero", row=1, col=1)
+
+
+def _block(
+    result: SpeedResult,
+    figure: go.Figure,
+    rows: pd.DataFrame,
+    title: str,
+    caption: str,
+    text: Callable[[pd.Series], str],
+    *,
+    legend: bool = True,
+) -> FigureBlock:
+    """The figure with its words: `text` says one row."""
     config = result.config
-    return (
-        f"{config.get('target')}, {config.get('dtype')}, {config.get('threads')} threads, engines: "
-        f"{spoken(config)}. n = at most {int(rows['batches'].max())} batches."
+    drawn = " 95 % intervals over batches." if rows["low"].notna().any() else ""
+    caption += (
+        f"{drawn} {config['target']}, {config['dtype']}, "
+        f"{counted(config['threads'], 'thread')}, engines: {result.engines}. n = at most {rows['n'].max()} batches."
     )
-
-
-def _describe(row: pd.Series) -> str:
-    return (
-        f"{row['mode']}: {row['tokens_per_second']:.1f} tokens a second, {row['speedup']:.2f} times plain decoding, "
-        f"{row['tokens_per_round']:.2f} tokens a round."
-    )
+    said = [
+        f"{draft}, {sampling}: {', '.join(text(row) for _, row in part.iterrows())}."
+        for (draft, sampling), part in rows.groupby(["draft", "sampling"], sort=False)
+    ]
+    return FigureBlock(layout(figure, height=420, legend=legend), title, caption, " ".join(said), rows)

@@ -2,54 +2,76 @@
 
 The claim (arXiv 2609.36173): corrupting a slot's immediate predecessor costs its successor 31.8 points even when
 everything earlier is perfect. Three protocols put it to the test (`protocols.py`); in the first the draft is
-used as it was trained. Labels are the true token and the target's own answer to the corrupted text, which tells
+used as it was trained. Labels are the true token and the target's own choice in the corrupted text, which tells
 following the predecessor from breaking. The same corruption is then applied in every round of a decode.
 
-Entry point: `corruption`. The result type is in `result.py`, its columns in `table.py`.
+Answers are taken a few at a time: the target is re-run once on all their edited texts, then every draft is given all
+conditions. Of the usual checklist for patching, Gaussian, mean and resample corruption are left out (tokens are
+replaced by tokens), and so is putting a true token back into a corrupted past; the contrast must hold against every
+place at once, by paired bootstrap intervals, in place of a correction and a sign-flip test. Entry point: `corruption`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
 
-import pandas as pd
 import torch
 from jaxtyping import Int
 from torch import Tensor
 from transformer_lens.utilities.statistics import derive_generator
 
-from dspine_probe.drafts import Draft, DSpine
+from dspine_probe.decoding.offline import simulate_rounds
+from dspine_probe.drafts import Draft
 from dspine_probe.errors import UsageError
-from dspine_probe.experiments.arena import Arena
-from dspine_probe.experiments.contrast import Draws
-from dspine_probe.experiments.corruption.config import CorruptionConfig
-from dspine_probe.experiments.corruption.protocols import CLEAN, TOKEN, A, B, C
-from dspine_probe.experiments.corruption.result import CorruptionResult
-from dspine_probe.experiments.corruption.run import CorruptionRun, StandIns
-from dspine_probe.experiments.corruption.scores import Fields, Key
-from dspine_probe.experiments.corruption.substitutes import (
+from dspine_probe.experiments.common.arena import Arena
+from dspine_probe.experiments.common.progress import Progress, Ticker
+from dspine_probe.experiments.common.records import draft_record, plain
+from dspine_probe.experiments.common.request import Request
+from dspine_probe.experiments.corruption.blocks import Replacements, prepare
+from dspine_probe.experiments.corruption.config import CorruptionConfig, CorruptionOptions
+from dspine_probe.experiments.corruption.passes import CorruptionRunner
+from dspine_probe.experiments.corruption.protocols import (
+    CLEAN,
+    A,
+    AnchorProtocol,
+    C,
+    CorruptionProtocol,
+    MessageProtocol,
+    PrefixProtocol,
+)
+from dspine_probe.experiments.corruption.replacements import (
     FREQUENCY,
     RANK_2,
     FrequencyBands,
+    replacement_tokens,
     response_counts,
-    substitutes,
 )
-from dspine_probe.experiments.corruption.table import PREDECESSOR, Row, Tabulator, acceptance_rows
-from dspine_probe.experiments.progress import Progress
-from dspine_probe.experiments.results import draft_record, plain
-from dspine_probe.precision import fast_matmul
+from dspine_probe.experiments.corruption.result import CorruptionResult
+from dspine_probe.experiments.corruption.scores import Cell, Fields, Sheets
+from dspine_probe.experiments.corruption.table import CorruptionTable, slot_text
+from dspine_probe.hooks import HookedDraft
+from dspine_probe.precision import Precision
 from dspine_probe.target import Target
 
-_SKIPPED = {
-    "Gaussian, mean and resample corruption": "tokens are replaced by tokens; mask, zero and noise stand beside them",
-    "both directions": "a true token was not put back into a corrupted past",
-    "correction for several places": "the contrast of t−1 must hold against every place at once",
-    "sign-flip test": "paired bootstrap intervals over prompts take its place",
-}
+
+def run(request: Request, options: CorruptionOptions) -> CorruptionResult:
+    """The experiment on what a command or the main job asks for.
+
+    Raises:
+        UsageError: as for `corruption`.
+    """
+    return corruption(
+        request.drafts,
+        request.target,
+        request.arena,
+        fine_tuned=options.fine_tuned,
+        config=replace(CorruptionConfig.fast() if options.fast else CorruptionConfig(), seed=options.seed),
+        precision=request.precision,
+        on_progress=lambda _what, done, total: request.on_progress("corruption", done, total),
+    )
 
 
 def corruption(
@@ -60,18 +82,20 @@ def corruption(
     fine_tuned: Mapping[str, Draft] | None = None,
     counts: Int[Tensor, "vocab"] | None = None,
     config: CorruptionConfig | None = None,
-    on_step: Progress | None = None,
+    precision: Precision | None = None,
+    on_progress: Progress | None = None,
 ) -> CorruptionResult:
     """Measure what a wrong predecessor costs, against a wrong token farther back.
 
     Args:
-        drafts: by name, several seeds or kinds, made for the target and taps of the arena; hooked during the call.
+        drafts: by name, made for the target and taps of the arena; hooked during the call.
         target: the one that answered the arena; it is re-run on edited texts.
         arena: held-out answers, two or more of each set.
         fine_tuned: drafts trained on visible prefixes, under the name of the draft each was made from (protocol B).
         counts: how often each token id occurs in text like the answers, for the kind "frequency"; by default in the
             responses of the shipped corpora.
-        on_step: called with (what was done, steps done, steps in all).
+        precision: of fp32 products; by default what is fastest here.
+        on_progress: called with (what was done, steps done, steps in all).
 
     Raises:
         UsageError: drafts that do not fit the arena or each other, a set with fewer than two answers, a distance that
@@ -80,26 +104,32 @@ def corruption(
         ProbeError: something changed although it was exchanged for itself.
     """
     config, fine_tuned = config or CorruptionConfig(), fine_tuned or {}
-    started = time.perf_counter()
+    precision, started = precision or Precision.resolve(device=target.device), time.perf_counter()
     arena = _thinned(arena, config.anchors_per_answer)
     mask_token = _common_mask(drafts, fine_tuned, arena)
     _refuse_arena(arena, config.farthest)
-    walked = _walked(arena, config.walked_per_set)
-    with torch.no_grad(), nullcontext() if config.precise else fast_matmul():
-        stand_ins = _stand_ins(target, arena, mask_token, counts, config)
-        run = CorruptionRun(drafts, fine_tuned, target, arena, stand_ins, config, on_step)
-        found, rounds = run.measure(), run.decode(walked)
-    tabulator = Tabulator(
-        Draws.of(arena, seed=config.seed, resamples=config.resamples), arena.slots, config.farthest
-    )
-    rows = [*_rows(tabulator, found), *_decode_rows(_part(arena, walked), rounds, config)]
+    decoded = _decoded(arena, config.decoded_per_set)
+    steps = -(-len(arena.order) // config.answers_per_batch) * (1 + len(drafts) + len(fine_tuned))
+    tick, table = Ticker(on_progress, steps + 2 * len(drafts)), CorruptionTable(arena, config)
+    with torch.no_grad(), precision.matmul():
+        replacements = _replacements(target, arena, mask_token, counts, config)
+        found, tried = _measure(drafts, fine_tuned, target, arena, replacements, config, tick)
+        table.add_all(found)
+        for name, draft in drafts.items():
+            table.acceptance(name, arena, decoded, _decode(name, draft, arena, decoded, replacements, tick))
     return CorruptionResult(
-        table=pd.DataFrame(rows),
-        config=plain(config),
+        table=table.rows.table(),
+        config=plain(config) | precision.record(),
         drafts={name: draft_record(draft) for name, draft in drafts.items()},
-        data=_data(arena, walked, tabulator, run) | {"fine_tuned": list(fine_tuned)},
-        checks=run.checks,
-        skipped=_SKIPPED | _left_out(drafts, fine_tuned, config),
+        data={
+            "arena": plain(arena.about),
+            "answers": len(arena.answers),
+            "blocks": len(arena.prompt),
+            "decoded_answers": len(decoded),
+            "headline_slots": {protocol: slot_text(slots) for protocol, slots in table.headline.items()},
+            "fine_tuned": list(fine_tuned),
+            "exchanged_for_itself": tried,
+        },
         seconds=time.perf_counter() - started,
     )
 
@@ -115,28 +145,19 @@ def _thinned(arena: Arena, most: int | None) -> Arena:
     return replace(arena, anchors=tuple(kept))
 
 
-def _walked(arena: Arena, most: int | None) -> list[int]:
+def _decoded(arena: Arena, most: int | None) -> list[int]:
     """The answers that are decoded: the first few of every set."""
     by_set = [[i for i, name in enumerate(arena.sets) if name == wanted] for wanted in arena.set_names]
     return sorted(i for members in by_set for i in members[:most])
 
 
-def _part(arena: Arena, answers: Sequence[int]) -> Arena:
-    return replace(
-        arena,
-        answers=tuple(arena.answers[i] for i in answers),
-        sets=tuple(arena.sets[i] for i in answers),
-        anchors=tuple(arena.anchors[i] for i in answers),
-    )
-
-
-def _stand_ins(
+def _replacements(
     target: Target,
     arena: Arena,
     mask_token: int,
     counts: Int[Tensor, "vocab"] | None,
     config: CorruptionConfig,
-) -> StandIns:
+) -> Replacements:
     bands = None
     if FREQUENCY in config.kinds:
         counts = response_counts(target.vocab_size) if counts is None else counts.clone()
@@ -144,60 +165,80 @@ def _stand_ins(
         bands = FrequencyBands.of(counts)
     generator = derive_generator(config.seed, "frequency")
     found = [
-        substitutes(target, answer, config.kinds, mask_token=mask_token, bands=bands, generator=generator)
+        replacement_tokens(
+            target, answer, config.kinds, mask_token=mask_token, bands=bands, generator=generator
+        )
         for answer in arena.answers
     ]
     return {kind: [one[kind] for one in found] for kind in config.kinds}
 
 
-# ---- tables and records
+# ---- what is done
 
 
-def _rows(tabulator: Tabulator, found: Mapping[str, Mapping[Key, Fields]]) -> Iterator[Row]:
-    names = list(found)
-    for name, conditions in found.items():
-        for key, fields in conditions.items():
-            yield from tabulator.condition(name, key, fields)
-        yield from tabulator.contrasts(name, conditions)
-        alone = Key(B, "none", TOKEN, CLEAN)
-        if alone in conditions:
-            parent = conditions[Key(A, PREDECESSOR, TOKEN, RANK_2)]
-            yield from tabulator.parent(name, alone, conditions[alone], parent)
-    for name in names[1:]:
-        yield from tabulator.between(name, names[0], found[name], found[names[0]])
+def _measure(
+    drafts: Mapping[str, Draft],
+    fine_tuned: Mapping[str, Draft],
+    target: Target,
+    arena: Arena,
+    replacements: Replacements,
+    config: CorruptionConfig,
+    tick: Ticker,
+) -> tuple[dict[str, dict[Cell, Fields]], dict[str, int]]:
+    """Every condition of every draft on all blocks, in the arena's order; and how many no-ops each draft passed."""
+    found: dict[str, list[Sheets]] = {name: [] for name in drafts}
+    tried = dict.fromkeys(drafts, 0)
+    size = config.answers_per_batch
+    later_slots = bool(fine_tuned) or any(draft.codes is not None for draft in drafts.values())
+    with ExitStack() as stack:
+        hooked, tuned = (
+            {name: stack.enter_context(HookedDraft(draft)) for name, draft in some.items()}
+            for some in (drafts, fine_tuned)
+        )
+        for index, batch in enumerate(arena.batches(answers_per_batch=size)):
+            part = arena.order[index * size : (index + 1) * size]
+            group = prepare(arena, part, batch, replacements, target, config, later_slots=later_slots)
+            tick("target re-run on edited texts")
+
+            def noise(protocol: str, index: int = index) -> torch.Generator | None:
+                """The same for all drafts."""
+                return derive_generator(config.seed, "noise", protocol, index) if config.noise else None
+
+            for name, draft in hooked.items():
+                sheets, runner = Sheets(len(group), arena.slots), CorruptionRunner(draft, group)
+                protocols: list[CorruptionProtocol] = [AnchorProtocol(runner, config, sheets, noise(A))]
+                if draft.draft.codes is not None:
+                    protocols.append(MessageProtocol(runner, config, sheets, noise(C)))
+                if name in tuned:
+                    protocols.append(PrefixProtocol(CorruptionRunner(tuned[name], group), config, sheets))
+                for protocol in protocols:
+                    if index == 0:
+                        tried[name] += protocol.check_no_op()
+                    protocol.run()
+                found[name].append(sheets)
+                for _ in range(1 + (name in tuned)):
+                    tick(f"{name}: corrupted")
+    return {
+        name: {key: torch.cat([sheets[key] for sheets in groups], dim=1) for key in groups[0]}
+        for name, groups in found.items()
+    }, tried
 
 
-def _decode_rows(
-    walked: Arena, rounds: Mapping[str, Mapping[str, Tensor]], config: CorruptionConfig
-) -> Iterator[Row]:
-    draws = Draws.of(walked, seed=config.seed, resamples=config.resamples)
-    for name, needed in rounds.items():
-        yield from acceptance_rows(name, walked, draws, needed, walked.slots)
-
-
-def _data(arena: Arena, walked: Sequence[int], tabulator: Tabulator, run: CorruptionRun) -> dict[str, Any]:
-    counted = {
-        "answers": len(arena.answers),
-        "blocks": len(arena.prompt),
-        "walked_answers": len(walked),
-        "headline_slots": {protocol: list(tabulator.headline(protocol)) for protocol in (A, B, C)},
-        "rerun_unedited": run.reruns,
-    }
-    return {"arena": plain(arena.about)} | counted
-
-
-def _left_out(
-    drafts: Mapping[str, Draft], fine_tuned: Mapping[str, Draft], config: CorruptionConfig
-) -> dict[str, str]:
-    """Parts of the experiment that this run could not or was told not to do."""
-    reasons = {}
-    if not fine_tuned:
-        reasons["protocol B"] = "no draft trained on visible prefixes was given"
-    if not any(isinstance(draft, DSpine) for draft in drafts.values()):
-        reasons["protocol C"] = "no DSpine was given"
-    if not config.noise:
-        reasons["norm-matched noise"] = "left out by the configuration"
-    return reasons
+def _decode(
+    name: str,
+    draft: Draft,
+    arena: Arena,
+    decoded: Sequence[int],
+    replacements: Replacements,
+    tick: Ticker,
+) -> dict[str, Int[Tensor, "answer"]]:
+    """Rounds that the answers `decoded` take with true anchors and with a rank-2 token shown as every anchor."""
+    answers, rounds = [arena.answers[i] for i in decoded], {}
+    for kind, shown in ((CLEAN, None), (RANK_2, [replacements[RANK_2][i] for i in decoded])):
+        found = simulate_rounds(draft, answers, anchor_override=shown)
+        rounds[kind] = torch.tensor([len(one.anchors) for one in found])
+        tick(f"{name}: decoded with {kind} anchors")
+    return rounds
 
 
 # ---- refusals

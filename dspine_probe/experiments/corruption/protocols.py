@@ -1,32 +1,31 @@
 """The three protocols, for one draft on one group of blocks (arXiv 2609.36173 gives a number and no protocol).
 
-A. The anchor is slot 1's predecessor, and a wrong anchor is in distribution for any draft. Against it stand edits of
+A. The anchor is slot 1's predecessor, and a wrong anchor is in distribution for any draft. It is compared with edits of
    earlier tokens, which reach the draft as context rows: the edited row alone, or all rows from it on re-run.
 B. A draft trained on visible prefixes is shown the true tokens up to slot t − 1, and one of them is corrupted.
 C. A DSpine receives true codes as messages in every slot and layer, and one slot receives a wrong code.
 
-In B and C the corrupted token of slot i lies t − i places before successor t, and all places speak through one channel.
-In A they do not: an earlier token is heard through the target's state behind it, which also holds what the target
+In B and C the corrupted token of slot i lies t − i places before successor t, and all places act through one channel.
+In A they do not: an earlier token acts through the target's state behind it, which also holds what the target
 expects next. Every protocol checks itself: exchanging a thing for itself must change nothing, and a causal block must
 not pass anything backwards.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
-from dspine_probe.drafts import DSpine
 from dspine_probe.errors import ProbeError
-from dspine_probe.experiments.corruption.bench import Bench, as_long_as, hide, send
-from dspine_probe.experiments.corruption.blocks import FIRST, OWN, Distance
+from dspine_probe.experiments.corruption.blocks import FIRST, OWN, UNKNOWN, Distance
 from dspine_probe.experiments.corruption.config import CorruptionConfig
-from dspine_probe.experiments.corruption.scores import UNKNOWN, Judge, Key, Sheets
-from dspine_probe.experiments.corruption.substitutes import RANK_2, ZERO
-from dspine_probe.experiments.emergence.readings import Hooks
+from dspine_probe.experiments.corruption.passes import CorruptionRunner, as_long_as, send
+from dspine_probe.experiments.corruption.replacements import RANK_2
+from dspine_probe.experiments.corruption.scores import Cell, Judge, Sheets
 
 A, B, C = "A", "B", "C"
 TOKEN, ROW, RERUN, MESSAGE = "token", "row", "rerun", "message"
@@ -39,208 +38,169 @@ def site(distance: Distance) -> str:
     return "first" if distance is FIRST else f"t−{distance}"
 
 
-class AnchorProtocol:
-    """Protocol A. Without `noise` its random vectors are left out."""
+class CorruptionProtocol(ABC):
+    """One protocol on one runner; what it measures goes into `sheets`. Without `noise` random vectors are left out."""
 
     def __init__(
-        self, bench: Bench, config: CorruptionConfig, sheets: Sheets, noise: torch.Generator | None
+        self,
+        runner: CorruptionRunner,
+        config: CorruptionConfig,
+        sheets: Sheets,
+        noise: torch.Generator | None = None,
     ) -> None:
-        self.bench, self.config, self.sheets, self.noise = bench, config, sheets, noise
-        self.clean = bench.logits(bench.hidden())
-        self.judge = Judge(bench.draft, self.clean, bench.gold)
+        self.runner, self.group, self.config = runner, runner.group, config
+        self.sheets, self.noise = sheets, noise
 
+    @abstractmethod
     def run(self) -> None:
         """Every kind at every place, and the controls."""
-        for kind in self.config.kinds:
-            anchor = self.bench.group.slots(kind)[:, 0]
-            hooks = hide(self.bench.draft, 0) if kind == ZERO else ()
-            shown = self.bench.hidden(anchor=anchor.clamp(min=0), hooks=hooks)
-            self._enter(1, TOKEN, kind, self.bench.logits(shown), self.bench.group.choices(kind, 1))
-            for distance, whole in self._context_edits(kind):
-                self._exchange(kind, distance, whole)
-        self._controls()
 
+    @abstractmethod
     def check_no_op(self) -> int:
-        """Exchange every thing for itself; the number of ways tried.
+        """Exchange every thing for itself; the number of exchanges tried.
 
         Raises:
             ProbeError: a score changed, if only in its last bit.
         """
-        group = self.bench.group
-        ways = [self.bench.hidden(anchor=group.slots(OWN)[:, 0])]
+
+
+class AnchorProtocol(CorruptionProtocol):
+    """Protocol A."""
+
+    def run(self) -> None:
+        runner, group, config = self.runner, self.group, self.config
+        clean = runner.logits(runner.hidden())
+        self.judge = Judge(runner.draft, clean, runner.gold)
+        for kind in config.kinds:
+            tokens, hooks = runner.replaced(0, kind)
+            self._enter(1, TOKEN, kind, runner.hidden(tokens, hooks=hooks), group.choices(kind, 1))
+            for distance, whole in self._context_edits(kind):
+                hidden = runner.hidden(rows=runner.rerun_rows(kind, distance, whole=whole))
+                choices = group.choices(kind, distance) if config.reruns(kind) else None
+                self._enter(distance, RERUN if whole else ROW, kind, hidden, choices)
+        farthest = config.farthest
+        hidden = runner.hidden(rows=runner.rerun_rows(OWN, farthest, whole=True))
+        self._enter(farthest, RERUN, UNEDITED, hidden, group.choices(OWN, farthest))
+        if self.noise is not None:
+            self._enter(1, TOKEN, NOISE, runner.hidden(hooks=runner.noise_anchor(self.noise)))
+            for distance in (*config.earlier, FIRST):
+                rows = runner.noise_rows(distance, self.noise)
+                self._enter(distance, ROW, NOISE, runner.hidden(rows=rows))
+
+    def check_no_op(self) -> int:
+        runner = self.runner
+        tried = [runner.hidden(), runner.hidden(runner.replaced(0, OWN)[0])]
         for distance, whole in self._context_edits(RANK_2):
-            ways.append(self.bench.hidden(rows=self.bench.own_rows(RANK_2, distance, whole=whole)))
-        ways.append(self.bench.hidden())  # after all that, the context is what it was
-        for hidden in ways:
-            refuse_change(self.bench.logits(hidden), self.clean, "exchanging a token for itself")
-        return len(ways)
+            tried.append(runner.hidden(rows=runner.own_rows(RANK_2, distance, whole=whole)))
+        tried.append(runner.hidden())  # after all that, the context is what it was
+        clean, *others = (runner.logits(hidden) for hidden in tried)
+        for scores in others:
+            refuse_change(scores, clean, "exchanging a token for itself")
+        return len(others)
 
     def _context_edits(self, kind: str) -> Iterator[tuple[Distance, bool]]:
         """Distances beyond the anchor; whether all rows from there on are exchanged, where that is more than one."""
         for distance in (*self.config.earlier, FIRST):
             yield distance, False
-            if kind in self.config.rerun_kinds and distance != 2:
+            if self.config.reruns(kind) and distance != 2:
                 yield distance, True
-
-    def _exchange(self, kind: str, distance: Distance, whole: bool) -> None:
-        hidden = self.bench.hidden(rows=self.bench.rerun_rows(kind, distance, whole=whole))
-        asked = kind in self.config.rerun_kinds
-        answers = self.bench.group.choices(kind, distance) if asked else None
-        self._enter(distance, RERUN if whole else ROW, kind, self.bench.logits(hidden), answers)
-
-    def _controls(self) -> None:
-        bench, farthest = self.bench, self.config.farthest
-        rows = bench.rerun_rows(OWN, farthest, whole=True)
-        answers = bench.group.choices(OWN, farthest)
-        self._enter(farthest, RERUN, UNEDITED, bench.logits(bench.hidden(rows=rows)), answers)
-        if self.noise is None:
-            return
-        self._enter(1, TOKEN, NOISE, bench.logits(bench.hidden(hooks=bench.noise_anchor(self.noise))))
-        for distance in (*self.config.earlier, FIRST):
-            rows = bench.noise_rows(distance, self.noise)
-            self._enter(distance, ROW, NOISE, bench.logits(bench.hidden(rows=rows)))
 
     def _enter(
         self,
         distance: Distance,
         edit: str,
         kind: str,
-        logits: Float[Tensor, "block draft_slot draft_vocab"],
-        answers: Int[Tensor, "block"] | None = None,
+        hidden: Tensor,
+        choices: Int[Tensor, "block"] | None = None,
     ) -> None:
-        """The target's `answers` follow the anchor, so they are about slot 1."""
-        wanted = torch.full(self.bench.gold.shape, UNKNOWN)
-        if answers is not None:
-            wanted[:, 0] = answers
-        fields = self.judge.compare(logits, wanted.to(self.bench.device))
-        slots = range(1, self.bench.slots + 1)
-        self.sheets.put(
-            Key(A, site(distance), edit, kind), fields, slots, self.bench.group.measurable(distance)
-        )
+        """The target's `choices` follow the anchor, so they are about slot 1."""
+        wanted = torch.full_like(self.runner.gold, UNKNOWN)
+        if choices is not None:
+            wanted[:, 0] = choices
+        fields = self.judge.compare(self.runner.logits(hidden), wanted)
+        measurable = self.group.measurable(distance)
+        self.sheets.put(Cell(A, site(distance), edit, kind), fields, measurable=measurable)
 
 
-class PrefixProtocol:
-    """Protocol B, for a draft trained on visible prefixes.
-
-    backwards: the largest change of a state before the corrupted slot; a bidirectional block may show some.
-    """
-
-    def __init__(self, bench: Bench, config: CorruptionConfig, sheets: Sheets) -> None:
-        self.bench, self.config, self.sheets = bench, config, sheets
-        self.backwards = 0.0
+class PrefixProtocol(CorruptionProtocol):
+    """Protocol B, for a draft trained on visible prefixes."""
 
     def run(self) -> None:
-        """Every successor, kind and place; and, with nothing shown, every slot (for comparison with the parent)."""
-        bench = self.bench
-        nothing_shown = bench.logits(bench.hidden())
-        judge = Judge(bench.draft, nothing_shown, bench.gold)
-        unknown = torch.full_like(bench.gold, UNKNOWN)
-        every = range(1, bench.slots + 1)
-        self.sheets.put(Key(B, "none", TOKEN, CLEAN), judge.compare(nothing_shown, unknown), every)
-        for successor in every:
-            self._successor(successor)
-
-    def _successor(self, t: int) -> None:
-        bench, one = self.bench, slice(t - 1, t)
-        clean = self._hidden(t, bench.tokens)
-        judge = Judge(bench.draft, bench.logits(clean, one), bench.gold[:, one])
-        for kind in self.config.kinds:
-            for distance, slot in corrupted_slots(t, self.config.earlier):
-                shown = bench.tokens.clone()
-                shown[:, slot] = bench.group.slots(kind)[:, slot].to(bench.device)
-                hooks = hide(bench.draft, slot) if kind == ZERO else ()
-                hidden = self._hidden(t, shown.clamp(min=0), hooks)
-                self._look_back(hidden, clean, slot)
-                self._enter(judge, t, distance, kind, hidden)
+        runner = self.runner
+        # With nothing shown, for comparison with the parent.
+        clean = runner.logits(runner.hidden())
+        fields = Judge(runner.draft, clean, runner.gold).compare(clean, torch.full_like(runner.gold, UNKNOWN))
+        self.sheets.put(Cell(B, "none", TOKEN, CLEAN), fields)
+        for t in range(1, runner.slots + 1):
+            self._successor(t)
 
     def check_no_op(self) -> int:
-        """Show the true prefix twice, before every successor; the number of ways tried.
+        runner = self.runner
+        own = self.group.replaced(OWN)
+        for t in range(1, runner.slots + 1):
+            clean, again = runner.hidden(shown=t), runner.hidden(own, shown=t)
+            refuse_change(again, clean, "exchanging a token for itself")
+        return runner.slots
 
-        Raises:
-            ProbeError: a score changed, if only in its last bit.
-        """
-        for t in range(1, self.bench.slots + 1):
-            own = self.bench.group.slots(OWN).to(self.bench.device)
-            refuse_change(
-                self._hidden(t, own), self._hidden(t, self.bench.tokens), "exchanging a token for itself"
-            )
-        return self.bench.slots
-
-    def _hidden(self, t: int, tokens: Tensor, hooks: Hooks = ()) -> Tensor:
-        """A pass that shows `tokens` in the slots before t."""
-        slots = torch.arange(1, self.bench.slots + 1, device=self.bench.device)
-        visible = torch.where(slots < t, tokens[:, 1:], -1)
-        return self.bench.hidden(anchor=tokens[:, 0], visible=visible, hooks=hooks)
-
-    def _look_back(self, hidden: Tensor, clean: Tensor, slot: int) -> None:
-        if self.bench.draft.config.is_causal:
-            refuse_change(hidden[:, :slot], clean[:, :slot], "a corrupted slot of a causal block")
-        elif slot > 0:
-            change = float((hidden[:, :slot] - clean[:, :slot]).abs().max())
-            self.backwards = max(self.backwards, change)
-
-    def _enter(self, judge: Judge, t: int, distance: Distance, kind: str, hidden: Tensor) -> None:
-        answers = slot_answers(self.bench, kind, distance, t)
-        fields = judge.compare(self.bench.logits(hidden, slice(t - 1, t)), answers[:, None])
-        self.sheets.put(Key(B, site(distance), TOKEN, kind), fields, [t])
+    def _successor(self, t: int) -> None:
+        runner, one = self.runner, slice(t - 1, t)
+        clean = runner.hidden(shown=t)
+        judge = Judge(runner.draft, runner.logits(clean, one), runner.gold[:, one])
+        for kind in self.config.kinds:
+            for distance, slot in corrupted_slots(t, self.config.earlier):
+                tokens, hooks = runner.replaced(slot, kind)
+                hidden = runner.hidden(tokens, shown=t, hooks=hooks)
+                if runner.draft.config.is_causal:
+                    refuse_change(hidden[:, :slot], clean[:, :slot], "a corrupted slot of a causal block")
+                choices = slot_choices(runner, kind, distance, t)
+                fields = judge.compare(runner.logits(hidden, one), choices[:, None])
+                self.sheets.put(Cell(B, site(distance), TOKEN, kind), fields, one)
 
 
-class MessageProtocol:
+class MessageProtocol(CorruptionProtocol):
     """Protocol C, for a DSpine: the block shows nothing, and only what slots receive is exchanged."""
-
-    def __init__(
-        self, bench: Bench, config: CorruptionConfig, sheets: Sheets, noise: torch.Generator | None
-    ) -> None:
-        assert isinstance(bench.draft, DSpine)
-        self.bench, self.draft, self.config = bench, bench.draft, config
-        self.sheets, self.noise = sheets, noise
-        self.own = bench.codes(bench.tokens[:, :-1])
-        self.clean = self._hidden(self.own)
-        self.judge = Judge(bench.draft, bench.logits(self.clean), bench.gold)
 
     def run(self) -> None:
         """A wrong message into each slot in turn, and what becomes of that slot and those behind it."""
-        for slot in range(self.bench.slots):
+        runner = self.runner
+        self.own, self.clean = self._clean()
+        self.judge = Judge(runner.draft, runner.logits(self.clean), runner.gold)
+        for slot in range(runner.slots):
             for kind in self.config.message_kinds:
-                wrong = self.bench.codes(self.bench.group.slots(kind)[:, slot])
-                self._enter(slot, kind, self._with(slot, wrong))
+                self._enter(slot, kind, runner.codes(self.group.replaced(kind)[:, slot]))
             if self.noise is not None:
-                wrong = self.bench.codes(self.bench.group.slots(RANK_2)[:, slot])
-                noisy = self.own[:, slot] + as_long_as(wrong - self.own[:, slot], self.noise)
-                self._enter(slot, NOISE, self._with(slot, noisy))
+                wrong = runner.codes(self.group.replaced(RANK_2)[:, slot])
+                noise = as_long_as(wrong - self.own[:, slot], self.noise)
+                self._enter(slot, NOISE, self.own[:, slot] + noise)
 
     def check_no_op(self) -> int:
-        """Send every true code once more in place of itself; the number of ways tried.
+        own, clean = self._clean()
+        for slot in range(self.runner.slots):
+            messages = own.clone()
+            messages[:, slot] = self.runner.codes(self.group.replaced(OWN)[:, slot])
+            again = self.runner.hidden(hooks=send(self.runner.draft, messages))
+            refuse_change(again, clean, "exchanging a message for itself")
+        return self.runner.slots
 
-        Raises:
-            ProbeError: a score changed, if only in its last bit.
-        """
-        for slot in range(self.bench.slots):
-            code = self.bench.codes(self.bench.group.slots(OWN)[:, slot])
-            refuse_change(self._with(slot, code), self.clean, "exchanging a message for itself")
-        return self.bench.slots
+    def _clean(self) -> tuple[Tensor, Tensor]:
+        """The true messages, and the states under them."""
+        own = self.runner.codes(self.runner.tokens[:, :-1])
+        return own, self.runner.hidden(hooks=send(self.runner.draft, own))
 
-    def _hidden(self, messages: Tensor) -> Tensor:
-        return self.bench.hidden(hooks=send(self.draft, messages))
-
-    def _with(self, slot: int, code: Tensor) -> Tensor:
-        """A pass in which the token of `slot` says `code` to its successor."""
+    def _enter(self, slot: int, kind: str, code: Tensor) -> None:
+        """A pass in which the token of `slot` sends `code` to its successor, read in every slot behind it."""
         messages = self.own.clone()
         messages[:, slot] = code
-        hidden = self._hidden(messages)
+        hidden = self.runner.hidden(hooks=send(self.runner.draft, messages))
         refuse_change(hidden[:, : slot + 1], self.clean[:, : slot + 1], "a message in a causal block")
-        return hidden
-
-    def _enter(self, slot: int, kind: str, hidden: Tensor) -> None:
-        logits = self.bench.logits(hidden, slice(slot, None))
-        for column, t in enumerate(range(slot + 1, self.bench.slots + 1)):
+        logits = self.runner.logits(hidden, slice(slot, None))
+        for column, t in enumerate(range(slot + 1, self.runner.slots + 1)):
+            one = slice(t - 1, t)
             for distance, corrupted in corrupted_slots(t, self.config.earlier):
-                if corrupted != slot:
-                    continue
-                answers = slot_answers(self.bench, kind, distance, t)
-                one = slice(t - 1, t)
-                fields = self.judge.compare(logits[:, column : column + 1], answers[:, None], one)
-                self.sheets.put(Key(C, site(distance), MESSAGE, kind), fields, [t])
+                if corrupted == slot:
+                    choices = slot_choices(self.runner, kind, distance, t)
+                    fields = self.judge.compare(logits[:, column : column + 1], choices[:, None], one)
+                    self.sheets.put(Cell(C, site(distance), MESSAGE, kind), fields, one)
 
 
 def corrupted_slots(t: int, earlier: Sequence[int]) -> Iterator[tuple[Distance, int]]:
@@ -248,17 +208,17 @@ def corrupted_slots(t: int, earlier: Sequence[int]) -> Iterator[tuple[Distance, 
     for distance in (1, *earlier):
         if distance <= t:
             yield distance, t - distance
-    if t > max((1, *earlier)):
+    if t > max(earlier):
         yield FIRST, 0
 
 
-def slot_answers(bench: Bench, kind: str, distance: Distance, t: int) -> Int[Tensor, "block"]:
-    """The target's own answer in slot t after a rank-2 token right before it; it is asked about no other text."""
+def slot_choices(runner: CorruptionRunner, kind: str, distance: Distance, t: int) -> Int[Tensor, "block"]:
+    """The target's own choice in slot t after a rank-2 token right before it; it is asked about no other text."""
+    group = runner.group
     if kind != RANK_2 or distance != 1:
-        return torch.full((len(bench.group),), UNKNOWN, device=bench.device)
-    group = bench.group
-    answers = group.choices(kind, 1) if t == 1 else group.choices_behind(kind, t - 1)
-    return answers.to(bench.device)
+        return torch.full((len(group),), UNKNOWN, device=runner.device)
+    choices = group.choices(kind, 1) if t == 1 else group.choices_behind(kind, t - 1)
+    return choices.to(runner.device)
 
 
 def refuse_change(found: Tensor, clean: Tensor, what: str) -> None:

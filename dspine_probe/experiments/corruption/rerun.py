@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from dspine_probe.errors import UsageError
-from dspine_probe.experiments.corruption.substitutes import embed
+from dspine_probe.experiments.corruption.replacements import embed
 from dspine_probe.target import Target
 
 
@@ -42,7 +42,7 @@ class Reruns:
     branches: Mapping[Edit, range]
 
     def row(self, edit: Edit, position: int) -> int:
-        """Where the state of the edited text at `position` lies, which is the edit's position or behind it.
+        """Which row holds the state of the edited text at `position`, at or behind the edit.
 
         Raises:
             UsageError: the edit was not followed as far.
@@ -71,13 +71,16 @@ def rerun(
     start, parts = 0, []
     for index, text in enumerate(texts):
         mine = {edit: length for edit, length in lengths.items() if edit.text == index}
-        if not mine:
-            continue
-        _refuse_overrun(mine, text)
-        parts.append(_one_text(target, text, mine, taps))
         for edit, length in mine.items():
+            if length < 1 or edit.position < 0 or edit.position + length > len(text):
+                raise UsageError(
+                    f"an edit at position {edit.position} cannot be followed for {length} tokens in a text of "
+                    f"{len(text)}; edit a token of the text and stay inside it."
+                )
             branches[edit] = range(start, start + length)
             start += length
+        if mine:
+            parts.append(_one_text(target, text, mine, taps))
     tapped, positions, choice = (torch.cat(column) for column in zip(*parts, strict=True))
     return Reruns(tapped, positions, choice, branches)
 
@@ -95,32 +98,17 @@ def _one_text(
         branch.append(torch.full((length,), index))
         cut.append(edit.position)
     placed, of = torch.cat(position), torch.cat(branch)
-    mask = _mask(placed, of, torch.tensor(cut)[of + 1]).to(target.device)
+    # A token sees its own part up to itself, and a branch sees the text before its edit.
+    sees = (of[:, None] == of) & (placed <= placed[:, None])
+    sees |= (of == -1) & (placed < torch.tensor(cut)[of + 1][:, None])
+    bias = torch.zeros(sees.shape, dtype=target.dtype).masked_fill(~sees, float("-inf")).to(target.device)
     with target.capture(taps) as caught:
-        decoder = target.model.base_model
-        final = decoder(
+        final = target.model.base_model(
             inputs_embeds=embed(target.embedding, torch.cat(ids).to(target.device))[None],
-            attention_mask=torch.zeros(mask.shape, dtype=target.dtype, device=mask.device)
-            .masked_fill(~mask, float("-inf"))
-            .view(1, 1, *mask.shape),
+            attention_mask=bias[None, None],
             position_ids=placed[None].to(target.device),
             use_cache=False,
         ).last_hidden_state
     tapped = torch.cat([caught[tap] for tap in taps], dim=-1)[0, trunk:]
     choice = target.logits(final[0, trunk:]).argmax(-1)
     return tapped.cpu(), placed[trunk:], choice.cpu()
-
-
-def _mask(position: Int[Tensor, "token"], branch: Int[Tensor, "token"], cut: Int[Tensor, "token"]) -> Tensor:
-    """Who sees whom [query, key]: a token its own part up to itself, and a branch the text before its edit (`cut`)."""
-    own = (branch[:, None] == branch) & (position <= position[:, None])
-    return own | ((branch == -1) & (position < cut[:, None]))
-
-
-def _refuse_overrun(lengths: Mapping[Edit, int], text: Tensor) -> None:
-    for edit, length in lengths.items():
-        if length < 1 or edit.position < 0 or edit.position + length > len(text):
-            raise UsageError(
-                f"an edit at position {edit.position} cannot be followed for {length} tokens in a text of {len(text)}; "
-                "edit a token of the text and stay inside it."
-            )

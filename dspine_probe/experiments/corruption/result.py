@@ -1,4 +1,4 @@
-"""The outcome of the corruption experiment: its table (columns in `table.py`), its checks, what it says.
+"""The outcome of the corruption experiment and what it says (the columns of its table are described in `table.py`).
 
 Whether the paper's claim holds here is decided by protocol A with rank-2 tokens: for every draft, the anchor must cost
 slot 1 more than any earlier token does, by a paired interval that leaves out zero. Everything else is a control or a
@@ -7,24 +7,26 @@ second opinion and is reported beside it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Iterator
 
 import pandas as pd
 
 from dspine_probe.config import DSPINE
-from dspine_probe.experiments.claim import Claim
-from dspine_probe.experiments.corruption.protocols import NOISE, RERUN, ROW, UNEDITED, A, B, C
-from dspine_probe.experiments.corruption.substitutes import MASK, RANK_2
-from dspine_probe.experiments.corruption.table import ALL, CHANGES, DECODE, MINUS, PREDECESSOR, STAYS
-from dspine_probe.experiments.results import TableResult
-from dspine_probe.experiments.wording import percent, points
+from dspine_probe.experiments.common.claims import Claim
+from dspine_probe.experiments.common.schema import MINUS, Result
+from dspine_probe.experiments.common.wording import number, percent, points
+from dspine_probe.experiments.corruption.protocols import CLEAN, NOISE, RERUN, ROW, UNEDITED, A, B, C
+from dspine_probe.experiments.corruption.replacements import MASK, RANK_2
+from dspine_probe.experiments.corruption.table import (
+    ALL,
+    CHANGES,
+    DECODE,
+    FACTORS,
+    PREDECESSOR,
+    STAYS,
+    TUNED,
+)
 
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
-
-NAME = "corruption"
 COMMAND = "dspine-probe probe corruption"
 PAPER_POINTS = -31.8
 """The paper's number (arXiv 2609.36173; Qwen3-4B or 8B, an average whose protocol is not published)."""
@@ -37,181 +39,152 @@ _HOW = {
     B: "prefix shown, its last token replaced",
     C: "message replaced in every layer",
 }
+_VERDICTS = {True: "holds", False: "fails", None: "is not settled"}
 
 
-@dataclass(frozen=True, eq=False)
-class CorruptionResult(TableResult):
-    """Table, configuration and provenance; `to_frame`, `select`, `findings`, `claims`, `save`, `load`, `figure`.
+class CorruptionResult(Result):
+    """What every corruption changed.
 
-    checks: what must hold for the table to mean anything, measured in the same run, per draft.
-    skipped: parts of the method's checklist that were left out, each with the reason.
+    data: the arena, `answers` and `blocks` in it, `headline_slots` by protocol, and `exchanged_for_itself`: how often
+    each draft passed the exchange of a thing for itself, which must not change a bit.
     """
 
-    FILE: ClassVar[str] = NAME
-    config: Mapping[str, Any]
-    drafts: Mapping[str, Mapping[str, Any]]
-    data: Mapping[str, Any]
-    checks: Mapping[str, Mapping[str, Any]]
-    skipped: Mapping[str, str]
-    seconds: float
+    NAME = "corruption"
+    FACTORS = FACTORS
 
     def headline(self, draft: str, protocol: str, **wanted: str) -> pd.DataFrame:
         """Rows of one draft and protocol over the slots by which places are compared, all blocks."""
-        first, last = self.data["headline_slots"][protocol]
-        return self.select(
-            draft=draft, protocol=protocol, first_slot=first, last_slot=last, **({"subset": ALL} | wanted)
+        slot = self.data["headline_slots"][protocol]
+        return self.select(draft=draft, protocol=protocol, slot=slot, **({"subset": ALL} | wanted))
+
+    def cost(self, draft: str, protocol: str = A, **wanted: str) -> pd.DataFrame:
+        """Of the headline, the change in accuracy after a rank-2 token, by default in the predecessor's place."""
+        return self.headline(
+            draft, protocol, metric="change", **({"kind": RANK_2, "site": PREDECESSOR} | wanted)
         )
 
     def measured(self, protocol: str) -> list[str]:
         """Drafts on which a protocol was run."""
-        names = set(self.table[self.table["protocol"] == protocol]["draft"])
+        names = set(self.select(protocol=protocol)["draft"])
         return [name for name in self.drafts if name in names]
 
     def holds(self, draft: str, protocol: str = A) -> bool | None:
         """Whether a wrong predecessor costs more than a wrong token anywhere earlier; None where it is not settled."""
         rows = self.headline(draft, protocol, kind=RANK_2, metric="change")
         gaps = rows[rows["site"].str.startswith(PREDECESSOR + MINUS)]
-        if gaps.empty:
-            return None
-        if bool((gaps["high"] < 0).all()):
+        if len(gaps) and bool((gaps["high"] < 0).all()):
             return True
         return False if bool((gaps["low"] > 0).any()) else None
 
     def findings(self) -> list[str]:
         """What the table says, for or against the claim, in sentences computed from it."""
-        said = [sentence for draft in self.drafts for sentence in _draft_findings(self, draft)]
-        return said + list(_verdict(self))
+        said = [sentence for draft in self.drafts for sentence in self._findings_on(draft)]
+        for protocol in (A, B, C):
+            outcome = [
+                f"{draft}: {_VERDICTS[self.holds(draft, protocol)]}" for draft in self.measured(protocol)
+            ]
+            if outcome:
+                said.append(
+                    f"A wrong predecessor costs more than any earlier wrong token, protocol {protocol}: "
+                    f"{'; '.join(outcome)}."
+                )
+        return said
 
     def claims(self) -> list[Claim]:
         """The ledger's line on the claim P1."""
         here = "; ".join(
-            f"{draft} {points(row)}, n = {row['prompts']} prompts"
+            f"{draft} {points(row)}, n = {self.data['answers']} prompts"
             for draft in self.measured(A)
-            for _, row in self.headline(draft, A, site=PREDECESSOR, kind=RANK_2, metric="change").iterrows()
+            for _, row in self.cost(draft).iterrows()
         )
         verdicts = {self.holds(draft) for draft in self.measured(A)}
         holds = True if verdicts == {True} else (False if False in verdicts else None)
         text = f"slot 1 after a rank-2 anchor, protocol A: {here}"
-        return [Claim.on("P1", here=text, controls=list(_controls(self)), holds=holds, command=COMMAND)]
+        return [Claim.on("P1", here=text, controls=list(self._controls()), holds=holds, command=COMMAND)]
 
-    def figure(self) -> Figure:
-        """Change by place of the corrupted token, one panel a draft (`dspine_probe.plots.corruption`)."""
-        from dspine_probe.plots.corruption import (
-            places,
-        )  # plots build on experiments, not the other way round
+    # ---- sentences
 
-        return places(self).figure
-
-
-def _draft_findings(result: CorruptionResult, draft: str) -> Iterator[str]:
-    for protocol in (A, B, C):
-        rows = result.headline(draft, protocol, kind=RANK_2, metric="change")
-        places = rows[~rows["site"].str.contains(MINUS) & rows["edit"].ne(RERUN)].set_index("site")
-        if PREDECESSOR not in places.index:
-            continue
-        clean = result.headline(draft, protocol, site=PREDECESSOR, kind=RANK_2, metric="clean").iloc[0]
-        earlier = "; ".join(f"{name} {points(row)}" for name, row in places.iterrows() if name != PREDECESSOR)
-        yield (
-            f"{draft}, protocol {protocol} ({_HOW[protocol]}), {_slots(clean)}: {percent(clean)} of tokens right, "
-            f"{points(places.loc[PREDECESSOR])} after a rank-2 predecessor; the same farther back: {earlier}."
-        )
-    yield from _labels_finding(result, draft)
-    yield from _kinds_finding(result, draft)
-    decoded = result.select(draft=draft, protocol=DECODE, metric="al_change")
-    for _, row in decoded[decoded["kind"] != "clean"].iterrows():
-        clean = result.select(draft=draft, protocol=DECODE, metric="al", kind="clean").iloc[0]
-        yield (
-            f"{draft}, decoding with a {row['kind']} token as every anchor: acceptance length "
-            f"{_number(clean, '')} changes by {_number(row)}."
-        )
-
-
-def _labels_finding(result: CorruptionResult, draft: str) -> Iterator[str]:
-    """Dependence or fragility: what becomes of the tokens on which the target itself would now write another."""
-    wanted = {"site": PREDECESSOR, "kind": RANK_2}
-    moved = result.headline(draft, A, kind=RANK_2, metric="moved").drop_duplicates("site").set_index("site")
-    followed = result.headline(draft, A, subset=CHANGES, metric="followed_change", **wanted)
-    stays = result.headline(draft, A, subset=STAYS, metric="change", **wanted)
-    if not (len(followed) and len(stays)):
-        return
-    farther = "; ".join(f"{site} {percent(row)}" for site, row in moved.iterrows() if site != PREDECESSOR)
-    yield (
-        f"{draft}: after a rank-2 anchor the target itself would write another token in "
-        f"{percent(moved.loc[PREDECESSOR])} of blocks (farther back: {farther or 'not asked'}). There the draft's "
-        f"agreement with that token changes by {points(followed.iloc[0])} (following); where the target keeps its "
-        f"token, the draft's accuracy changes by {points(stays.iloc[0])} (breaking)."
-    )
-
-
-def _kinds_finding(result: CorruptionResult, draft: str) -> Iterator[str]:
-    rows = result.headline(draft, A, site=PREDECESSOR, metric="change")
-    plain = rows[~rows["kind"].str.contains(MINUS)]
-    if len(plain):
-        parts = "; ".join(f"{row['kind']} {points(row)}" for _, row in plain.iterrows())
-        yield f"{draft}: slot 1 by what replaces the anchor: {parts}."
-
-
-def _verdict(result: CorruptionResult) -> Iterator[str]:
-    for protocol in (A, B, C):
-        outcome = {draft: result.holds(draft, protocol) for draft in result.measured(protocol)}
-        if outcome:
-            words = {True: "holds", False: "fails", None: "is not settled"}
-            said = "; ".join(f"{draft}: {words[value]}" for draft, value in outcome.items())
-            yield f"A wrong predecessor costs more than any earlier wrong token, protocol {protocol}: {said}."
-
-
-def _controls(result: CorruptionResult) -> Iterator[tuple[str, str, bool | None]]:
-    for draft in result.measured(A):
-        tried = result.checks[draft]["exchanged_for_itself"]
-        yield f"{draft}: no-op", f"{tried} exchanges of a thing for itself changed no bit", True
-        for _, row in result.headline(draft, A, kind=UNEDITED, metric="change").iterrows():
-            small = max(abs(row["low"]), abs(row["high"])) <= RERUN_TOLERANCE
-            bar = f"passed within ±{100 * RERUN_TOLERANCE:.0f} point"
-            yield f"{draft}: context re-run unedited", f"{points(row)}; {bar}", bool(small)
-        for other, passed in ((NOISE, "high"), (MASK, None)):
-            gap = result.headline(draft, A, site=PREDECESSOR, kind=RANK_2 + MINUS + other, metric="change")
-            for _, row in gap.iterrows():
-                verdict = None if passed is None else bool(row["high"] < 0)
-                yield f"{draft}: rank 2 against {other}", points(row), verdict
-        far = result.headline(draft, A, site="first", edit=ROW, kind=RANK_2, metric="change")
-        for _, row in far.iterrows():
-            bar = f"passed above −{100 * FAR_TOLERANCE:.0f} points"
+    def _findings_on(self, draft: str) -> Iterator[str]:
+        for protocol in (A, B, C):
+            rows = self.headline(draft, protocol, kind=RANK_2, metric="change")
+            places = rows[~rows["site"].str.contains(MINUS) & rows["edit"].ne(RERUN)].set_index("site")
+            if PREDECESSOR not in places.index:
+                continue
+            clean = self.headline(draft, protocol, site=PREDECESSOR, kind=RANK_2, metric="clean").iloc[0]
+            earlier = _list(places.drop(index=PREDECESSOR), points)
             yield (
-                f"{draft}: first token of the answer",
-                f"{points(row)}; {bar}",
-                bool(row["low"] > -FAR_TOLERANCE),
+                f"{draft}, protocol {protocol} ({_HOW[protocol]}), {slots_in_words(clean['slot'])}: {percent(clean)} "
+                f"of tokens right, {points(places.loc[PREDECESSOR])} after a rank-2 predecessor; the same farther "
+                f"back: {earlier}."
             )
-    for draft in result.measured(B):
-        for _, row in result.select(draft=draft, protocol=B, site="none", metric="change").iterrows():
-            if row["kind"].startswith("fine-tuned") and row["first_slot"] != row["last_slot"]:
-                unchanged = abs(row["mean"]) <= PARENT_TOLERANCE
+        yield from self._labels_finding(draft)
+        kinds = self.headline(draft, A, site=PREDECESSOR, metric="change").set_index("kind")
+        kinds = kinds[~kinds.index.str.contains(MINUS)]
+        if len(kinds):
+            yield f"{draft}: slot 1 by what replaces the anchor: {_list(kinds, points)}."
+        decoded = self.select(draft=draft, protocol=DECODE)
+        for _, row in decoded[(decoded["metric"] == "al_change") & (decoded["kind"] != CLEAN)].iterrows():
+            clean = decoded[(decoded["metric"] == "al") & (decoded["kind"] == CLEAN)].iloc[0]
+            yield (
+                f"{draft}, decoding with a {row['kind']} token as every anchor: acceptance length {number(clean)} "
+                f"changes by {number(row, signed=True)}."
+            )
+
+    def _labels_finding(self, draft: str) -> Iterator[str]:
+        """Dependence or fragility: what becomes of the tokens on which the target itself would now write another."""
+        moved = self.headline(draft, A, kind=RANK_2, metric="moved").drop_duplicates("site").set_index("site")
+        followed = self.headline(
+            draft, A, site=PREDECESSOR, kind=RANK_2, subset=CHANGES, metric="followed_change"
+        )
+        stays = self.cost(draft, subset=STAYS)
+        if not (len(followed) and len(stays)):
+            return
+        farther = _list(moved.drop(index=PREDECESSOR), percent)
+        yield (
+            f"{draft}: after a rank-2 anchor the target itself would write another token in "
+            f"{percent(moved.loc[PREDECESSOR])} of blocks (farther back: {farther or 'not asked'}). There the draft's "
+            f"agreement with that token changes by {points(followed.iloc[0])} (following); where the target keeps its "
+            f"token, the draft's accuracy changes by {points(stays.iloc[0])} (breaking)."
+        )
+
+    def _controls(self) -> Iterator[tuple[str, str, bool | None]]:
+        for draft in self.measured(A):
+            tried = self.data["exchanged_for_itself"][draft]
+            yield f"{draft}: no-op", f"{tried} exchanges of a thing for itself changed no bit", True
+            for _, row in self.headline(draft, A, kind=UNEDITED, metric="change").iterrows():
+                small = max(abs(row["low"]), abs(row["high"])) <= RERUN_TOLERANCE
+                bar = f"passed within ±{100 * RERUN_TOLERANCE:.0f} point"
+                yield f"{draft}: context re-run unedited", f"{points(row)}; {bar}", bool(small)
+            for _, row in self.cost(draft, kind=RANK_2 + MINUS + NOISE).iterrows():
+                yield f"{draft}: rank 2 against {NOISE}", points(row), bool(row["high"] < 0)
+            for _, row in self.cost(draft, kind=RANK_2 + MINUS + MASK).iterrows():
+                yield f"{draft}: rank 2 against {MASK}", points(row), None
+            for _, row in self.cost(draft, site="first", edit=ROW).iterrows():
+                bar, passed = f"passed above −{100 * FAR_TOLERANCE:.0f} points", row["low"] > -FAR_TOLERANCE
+                yield f"{draft}: first token of the answer", f"{points(row)}; {bar}", bool(passed)
+        for draft in self.measured(B):
+            rows = self.select(draft=draft, protocol=B, kind=TUNED)
+            for _, row in rows[rows["slot"] != "1"].iterrows():
                 bar = f"passed within ±{100 * PARENT_TOLERANCE:.1f} points"
-                name = f"{draft}: fine-tuned against parent, nothing shown"
-                yield name, f"{points(row)}; {bar}", bool(unchanged)
-    for protocol in (B, C):
-        for draft in result.measured(protocol):
-            rows = result.headline(draft, protocol, site=PREDECESSOR, kind=RANK_2, metric="change")
-            for _, row in rows.iterrows():
-                yield (
-                    f"{draft}: protocol {protocol}, {_slots(row)}",
-                    points(row),
-                    result.holds(draft, protocol),
-                )
-    for name in _unmeasured(result):
-        yield name, "not measured", None
+                name, passed = f"{draft}: fine-tuned against parent, nothing shown", abs(row["mean"])
+                yield name, f"{points(row)}; {bar}", bool(passed <= PARENT_TOLERANCE)
+        for protocol in (B, C):
+            for draft in self.measured(protocol):
+                for _, row in self.cost(draft, protocol).iterrows():
+                    name = f"{draft}: protocol {protocol}, {slots_in_words(row['slot'])}"
+                    yield name, points(row), self.holds(draft, protocol)
+        for protocol in (B, C):
+            # A message can only be replaced in a DSpine.
+            possible = protocol == B or DSPINE in {about["architecture"] for about in self.drafts.values()}
+            if possible and not self.measured(protocol):
+                yield f"protocol {protocol} ({_HOW[protocol]})", "not measured", None
 
 
-def _unmeasured(result: CorruptionResult) -> list[str]:
-    """Protocols that could have been run on some of the drafts and were on none."""
-    spines = any(about["architecture"] == DSPINE for about in result.drafts.values())
-    wanted = [B] + [C] * spines
-    return [f"protocol {one} ({_HOW[one]})" for one in wanted if not result.measured(one)]
+def slots_in_words(slot: str) -> str:
+    """Slots of a row as a phrase: "slot 1", "slots 4…7"."""
+    return f"slots {slot.replace('-', '…')}" if "-" in slot else f"slot {slot}"
 
 
-def _slots(row: pd.Series) -> str:
-    first, last = row["first_slot"], row["last_slot"]
-    return f"slot {first}" if first == last else f"slots {first}…{last}"
-
-
-def _number(row: pd.Series, sign: str = "+") -> str:
-    return f"{row['mean']:{sign}.2f} [{row['low']:{sign}.2f}, {row['high']:{sign}.2f}]"
+def _list(rows: pd.DataFrame, written: Callable[[pd.Series], str]) -> str:
+    """Rows by their index: "t−2 -20.9 points (-23.7, -18.0); …"."""
+    return "; ".join(f"{name} {written(row)}" for name, row in rows.iterrows())

@@ -2,13 +2,11 @@
 
 A draft's scores of a slot are kept as the token it picks, the log-probability of the true token and the divergence from
 the clean scores. A pass under which nothing is edited gives exactly the clean numbers, bit for bit. Entry points:
-`Judge`, `Key`, `Sheets`.
+`Judge`, `Cell`, `Sheets`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -16,16 +14,16 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dspine_probe.drafts import Draft
+from dspine_probe.experiments.corruption.blocks import UNKNOWN
 
 FIELDS = ("clean_hit", "hit", "clean_logp", "logp", "kl", "clean_follow", "follow", "moved")
 """Per slot, clean and corrupted: true token picked; its log-probability (nats; NaN if the draft cannot propose it);
-KL(clean ‖ corrupted), nats; the target's own answer to the corrupted text picked; whether that answer is another."""
-UNKNOWN = -2
-"""In place of the target's answer where the target was not asked."""
+KL(clean ‖ corrupted), nats; the target's own choice in the corrupted text picked; whether that choice is another."""
 Fields = Float[Tensor, "field block draft_slot"]
+NAN = float("nan")
 
 
-class Key(NamedTuple):
+class Cell(NamedTuple):
     """A condition: protocol, place of the corrupted token, what was exchanged, and kind of corruption."""
 
     protocol: str
@@ -35,7 +33,7 @@ class Key(NamedTuple):
 
 
 class Judge:
-    """Clean scores of some slots, against which corrupted ones are held."""
+    """Clean scores of some slots, with which corrupted ones are compared."""
 
     def __init__(
         self,
@@ -51,15 +49,15 @@ class Judge:
     def compare(
         self,
         logits: Float[Tensor, "block some_slot draft_vocab"],
-        answers: Int[Tensor, "block some_slot"],
+        choices: Int[Tensor, "block some_slot"],
         slots: slice = slice(None),
     ) -> Fields:
-        """The fields of the slots in `slots` (0 is slot 1), which `logits` and the target's `answers` speak about."""
+        """The fields of the slots in `slots` (0 is slot 1), for which `logits` and the target's `choices` are given."""
         pick, logp, mean = self._read(logits, slots)
         gold, clean = self.gold[:, slots], self.pick[:, slots]
         columns = [clean == gold, pick == gold, self.logp[:, slots], logp, self.mean[:, slots] - mean]
-        columns += [_known(clean == answers, answers), _known(pick == answers, answers)]
-        columns.append(_known(answers != gold, answers))
+        for flag in (clean == choices, pick == choices, choices != gold):
+            columns.append(flag.float().masked_fill(choices == UNKNOWN, NAN))
         return torch.stack([column.float() for column in columns]).cpu()
 
     def _read(self, logits: Tensor, slots: slice) -> tuple[Tensor, Tensor, Tensor]:
@@ -67,45 +65,23 @@ class Judge:
         total, index = logits.logsumexp(-1), self.index[:, slots]
         gold = logits.gather(-1, index.clamp(min=0)[..., None]).squeeze(-1) - total
         mean = (self.probability[:, slots] * logits).sum(-1) - total
-        return (
-            self.draft.to_tokens(logits.argmax(-1)),
-            gold.masked_fill(index < 0, float("nan")),
-            mean,
-        )
+        return self.draft.to_tokens(logits.argmax(-1)), gold.masked_fill(index < 0, NAN), mean
 
 
-def _known(flag: Bool[Tensor, "block slot"], answers: Int[Tensor, "block slot"]) -> Tensor:
-    return flag.float().masked_fill(answers == UNKNOWN, float("nan"))
-
-
-@dataclass
-class Sheets:
+class Sheets(dict[Cell, Fields]):
     """Fields of every condition for one group of blocks, filled in slot by slot; NaN where nothing was measured."""
 
-    blocks: int
-    slots: int
-    found: dict[Key, Fields] = field(default_factory=dict)
+    def __init__(self, blocks: int, slots: int) -> None:
+        self.shape = (len(FIELDS), blocks, slots)
 
     def put(
         self,
-        key: Key,
+        key: Cell,
         fields: Fields,
-        slots: Sequence[int],
+        slots: slice = slice(None),
         measurable: Bool[Tensor, "block"] | None = None,
     ) -> None:
-        """Enter the columns of the named slots (1…T), for the blocks in which this could be measured."""
-        sheet = self.found.setdefault(key, self.fields(key))
+        """Enter the columns `slots` (0 is slot 1), for the blocks in which this could be measured."""
         if measurable is not None:
-            fields = fields.masked_fill(~measurable[None, :, None], float("nan"))
-        sheet[:, :, torch.tensor(slots) - 1] = fields
-
-    def fields(self, key: Key) -> Fields:
-        """What was entered for a condition."""
-        blank = torch.full((len(FIELDS), self.blocks, self.slots), float("nan"))
-        return self.found.get(key, blank)
-
-
-def join(groups: Sequence[Sheets]) -> dict[Key, Fields]:
-    """The conditions of all groups, their blocks end to end."""
-    keys = dict.fromkeys(key for group in groups for key in group.found)
-    return {key: torch.cat([group.fields(key) for group in groups], dim=1) for key in keys}
+            fields = fields.masked_fill(~measurable[None, :, None], NAN)
+        self.setdefault(key, torch.full(self.shape, NAN))[:, :, slots] = fields

@@ -1,33 +1,43 @@
 """From scores per block to the table of the corruption experiment: means, paired changes, contrasts, intervals.
 
-One row is one (draft, protocol, site, edit, kind, subset, metric) over slots `first_slot`…`last_slot`, averaged
-unweighted. Metrics: `clean` and `top1`, the share of true tokens picked before and after; `change` = top1 − clean;
-`logp_change` of the true token and `kl` (clean ‖ corrupted), in nats; `moved`, how often the target itself would now
-write something else; `followed`, how often the draft picks just that, and `followed_change` against before.
-Subsets: all; "clean correct"; "answer changes" and "answer stays", by what the target would now write. A label
-"a − b" is a paired difference on what both measured. Protocol "decode" holds acceptance lengths (`al`, `al_change`).
+One row is one (draft, protocol, site, edit, kind, subset, metric) over one slot or several, averaged unweighted.
+Metrics: `clean` and `top1`, the share of true tokens picked before and after; `change` = top1 − clean; `logp_change` of
+the true token and `kl` (clean ‖ corrupted), in nats; `moved`, how often the target itself would now write something
+else; `followed`, how often the draft picks just that, and `followed_change` against before. Subsets: all; "clean
+correct"; "answer changes" and "answer stays", by what the target would now write. A label "a − b" is a paired
+difference on what both measured. Protocol "decode" holds acceptance lengths (`al`, `al_change`); n counts rounds there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from dspine_probe.experiments.arena import Arena
-from dspine_probe.experiments.contrast import Draws, Scores, macro, per_slot
-from dspine_probe.experiments.corruption.protocols import CLEAN, TOKEN, A, site
-from dspine_probe.experiments.corruption.scores import FIELDS, Fields, Key
-from dspine_probe.experiments.corruption.substitutes import RANK_2
-from dspine_probe.experiments.stats import Estimate, estimate, ratio_samples
+from dspine_probe.experiments.common.arena import Arena
+from dspine_probe.experiments.common.intervals import (
+    Draws,
+    Estimate,
+    Scores,
+    estimate,
+    macro,
+    per_slot,
+    ratio_samples,
+    set_weights,
+)
+from dspine_probe.experiments.common.rows import RowBuilder
+from dspine_probe.experiments.common.schema import MINUS
+from dspine_probe.experiments.corruption.config import CorruptionConfig
+from dspine_probe.experiments.corruption.protocols import CLEAN, TOKEN, A, B, C, site
+from dspine_probe.experiments.corruption.replacements import RANK_2
+from dspine_probe.experiments.corruption.scores import FIELDS, NAN, Cell, Fields
 
-MINUS = " − "
+FACTORS = ("protocol", "site", "edit", "kind", "subset")
 ALL, CORRECT, CHANGES, STAYS = "all", "clean correct", "answer changes", "answer stays"
-DECODE = "decode"
+DECODE, TUNED = "decode", "fine-tuned − parent"
+PREDECESSOR = site(1)
 _IN_SUBSET = {
     ALL: ("clean", "top1", "change", "logp_change", "kl", "moved", "followed", "followed_change"),
     CORRECT: ("change",),
@@ -35,8 +45,6 @@ _IN_SUBSET = {
     STAYS: ("clean", "top1", "change"),
 }
 _CONTRASTED = ("change", "logp_change")
-PREDECESSOR = site(1)
-Row = dict[str, Any]
 
 
 def metrics(fields: Fields) -> dict[tuple[str, str], Scores]:
@@ -59,132 +67,129 @@ def metrics(fields: Fields) -> dict[tuple[str, str], Scores]:
         STAYS: of["moved"] == 0,
     }
     return {
-        (subset, name): every[name].masked_fill(~inside[subset], float("nan"))
+        (subset, name): every[name].masked_fill(~inside[subset], NAN)
         for subset, names in _IN_SUBSET.items()
         for name in names
     }
 
 
-@dataclass(frozen=True)
-class Tabulator:
-    """Rows of one arena under one set of draws. `farthest` is the largest distance measured."""
+class CorruptionTable:
+    """Collects the rows of one arena; `rows.table()` gives them.
 
-    draws: Draws
-    slots: int
-    farthest: int
+    headline: of every protocol, the slots over which places are compared: slot 1 in A; in B and C those before which
+    every place exists.
+    """
 
-    def condition(self, draft: str, key: Key, fields: Fields) -> Iterator[Row]:
+    def __init__(self, arena: Arena, config: CorruptionConfig) -> None:
+        self.draws = Draws.of(arena, seed=config.seed, resamples=config.resamples)
+        self.slots, self.config, self.rows = arena.slots, config, RowBuilder(FACTORS)
+        later = range(min(config.farthest + 1, arena.slots), arena.slots + 1)
+        self.headline = {A: range(1, 2), B: later, C: later}
+
+    def add_all(self, found: Mapping[str, Mapping[Cell, Fields]]) -> None:
+        """Every draft's conditions and contrasts, and each draft beside the first one."""
+        for name, conditions in found.items():
+            for key, fields in conditions.items():
+                self.condition(name, key, fields)
+            self.contrasts(name, conditions)
+            alone = Cell(B, "none", TOKEN, CLEAN)
+            if alone in conditions:
+                self.parent(name, alone, conditions[alone], conditions[Cell(A, PREDECESSOR, TOKEN, RANK_2)])
+        first, *others = found
+        for name in others:
+            for key, fields in found[name].items():
+                if key.protocol == A and key.site == PREDECESSOR and key in found[first]:
+                    self._difference(name + MINUS + first, key, fields, found[first][key])
+
+    def condition(self, draft: str, key: Cell, fields: Fields) -> None:
         """All metrics and subsets of a condition: slot by slot, and in protocols B and C over several slots."""
+        spans = (
+            ()
+            if key.protocol == A
+            else dict.fromkeys([range(2, self.slots + 1), self.headline[key.protocol]])
+        )
         for (subset, metric), scores in metrics(fields).items():
-            labels = _labels(draft, key, subset, metric)
-            slots = per_slot(scores, self.draws)
+            by_slot = per_slot(scores, self.draws)
             for slot in range(1, self.slots + 1):
-                one = Estimate(*(part[slot - 1] for part in (slots.value, slots.low, slots.high)))
-                yield from self._row(labels, scores, one, slot, slot)
-            for first, last in self._spans(key.protocol):
-                yield from self.span(labels, scores, first, last)
+                self._row(draft, key, subset, metric, scores, by_slot.at(slot - 1), range(slot, slot + 1))
+            for span in spans:
+                if len(span) > 1:
+                    self._span(draft, key, subset, metric, scores, span)
 
-    def contrasts(self, draft: str, found: Mapping[Key, Fields]) -> Iterator[Row]:
+    def contrasts(self, draft: str, found: Mapping[Cell, Fields]) -> None:
         """The predecessor against every other place, and a rank-2 token against every other kind."""
         for base in (key for key in found if key.site == PREDECESSOR):
-            for other in found:
-                if other.protocol != base.protocol or (other.site, other.kind) == (base.site, base.kind):
-                    continue
-                elsewhere = other.kind == base.kind and other.site not in (PREDECESSOR, "none")
-                if elsewhere:
+            for other in (key for key in found if key.protocol == base.protocol):
+                if other.kind == base.kind and other.site not in (PREDECESSOR, "none"):
                     key = base._replace(site=base.site + MINUS + other.site, edit=other.edit)
-                elif other.site == PREDECESSOR and base.kind == RANK_2:
+                elif other.kind != base.kind and other.site == PREDECESSOR and base.kind == RANK_2:
                     key = base._replace(kind=base.kind + MINUS + other.kind)
                 else:
                     continue
-                yield from self._difference(
-                    draft, key, found[base], found[other], self.headline(base.protocol)
-                )
+                self._difference(draft, key, found[base], found[other])
 
-    def between(
-        self, name: str, other: str, a: Mapping[Key, Fields], b: Mapping[Key, Fields]
-    ) -> Iterator[Row]:
-        """One draft against another where the predecessor is corrupted in protocol A."""
-        for key in a:
-            if key.protocol == A and key.site == PREDECESSOR and key in b:
-                yield from self._difference(name + MINUS + other, key, a[key], b[key], self.headline(A))
-
-    def parent(self, draft: str, key: Key, tuned: Fields, parent: Fields) -> Iterator[Row]:
+    def parent(self, draft: str, key: Cell, tuned: Fields, parent: Fields) -> None:
         """Accuracy of a fine-tuned draft with nothing shown, against the draft it was made from."""
         scores = tuned[FIELDS.index("hit")] - parent[FIELDS.index("clean_hit")]
-        labels = _labels(draft, key._replace(kind="fine-tuned − parent"), ALL, "change")
-        for first, last in ((1, 1), (1, self.slots)):
-            yield from self.span(labels, scores, first, last)
+        for slots in (range(1, 2), range(1, self.slots + 1)):
+            self._span(draft, key._replace(kind=TUNED), ALL, "change", scores, slots)
 
-    def headline(self, protocol: str) -> tuple[int, int]:
-        """Slots by which places are compared: slot 1 in A; in B and C those before which every place exists."""
-        return (1, 1) if protocol == A else (min(self.farthest + 1, self.slots), self.slots)
+    def acceptance(
+        self, draft: str, arena: Arena, decoded: Sequence[int], rounds: Mapping[str, Int[Tensor, "answer"]]
+    ) -> None:
+        """AL with true and with wrong anchors, tokens committed over rounds, mean of sets; and the paired change.
 
-    def span(self, labels: Row, scores: Scores, first: int, last: int) -> Iterator[Row]:
-        """A row over several slots, if every one of them was measured."""
-        part = scores[:, first - 1 : last]
-        if bool((~part.isnan()).any(0).all()):
-            found = macro(scores, self.draws, range(first, last + 1))
-            yield from self._row(labels, scores, found, first, last)
+        Args:
+            decoded: which answers of the arena were decoded. rounds: by kind of anchors, how many each of them took.
+        """
+        sets = [arena.sets[i] for i in decoded]
+        committed = torch.tensor(
+            [len(arena.answers[i]) - 1 - arena.answers[i].prompt_length for i in decoded]
+        )
+        weights = set_weights(sets, seed=self.config.seed, resamples=self.config.resamples)
 
-    def _spans(self, protocol: str) -> Sequence[tuple[int, int]]:
-        spans = dict.fromkeys([(2, self.slots), self.headline(protocol)])
-        return [] if protocol == A else [(first, last) for first, last in spans if first < last]
+        def samples(needed: Tensor) -> Float[Tensor, "one_and_resample"]:
+            members = [torch.tensor([of == name for of in sets]) for name in arena.set_names]
+            return torch.stack(
+                [ratio_samples(committed[m].double(), needed[m].double(), weights[:, m]) for m in members]
+            ).nanmean(0)
 
-    def _difference(
-        self, draft: str, key: Key, a: Fields, b: Fields, slots: tuple[int, int]
-    ) -> Iterator[Row]:
+        clean = samples(rounds[CLEAN])
+        for kind, needed in rounds.items():
+            found, key = samples(needed), Cell(DECODE, PREDECESSOR, TOKEN, kind)
+            for metric, values in (("al", found), ("al_change", found - clean)):
+                one, n = estimate(values[0], values[1:]), int(needed.sum())
+                self._add(draft, key, ALL, metric, one, range(1, self.slots + 1), n)
+
+    def _difference(self, draft: str, key: Cell, a: Fields, b: Fields) -> None:
         left, right = metrics(a), metrics(b)
         for metric in _CONTRASTED:
             scores = left[ALL, metric] - right[ALL, metric]
-            yield from self.span(_labels(draft, key, ALL, metric), scores, *slots)
+            self._span(draft, key, ALL, metric, scores, self.headline[key.protocol])
 
-    def _row(self, labels: Row, scores: Scores, found: Estimate, first: int, last: int) -> Iterator[Row]:
-        measured = ~scores[:, first - 1 : last].isnan()
-        if not measured.any():
-            return
-        yield labels | {
-            "first_slot": first,
-            "last_slot": last,
-            "mean": float(found.value),
-            "low": float(found.low),
-            "high": float(found.high),
-            "n": int(measured.sum()),
-            "prompts": len(self.draws.prompt[measured.any(1)].unique()),
-        }
+    def _span(self, draft: str, key: Cell, subset: str, metric: str, scores: Scores, slots: range) -> None:
+        """A row over several slots, if every one of them was measured."""
+        if bool((~_of(scores, slots).isnan()).any(0).all()):
+            self._row(draft, key, subset, metric, scores, macro(scores, self.draws, slots), slots)
 
+    def _row(
+        self, draft: str, key: Cell, subset: str, metric: str, scores: Scores, found: Estimate, slots: range
+    ) -> None:
+        if n := int((~_of(scores, slots).isnan()).sum()):
+            self._add(draft, key, subset, metric, found, slots, n)
 
-def acceptance_rows(
-    draft: str, arena: Arena, draws: Draws, rounds: Mapping[str, Int[Tensor, "answer"]], slots: int
-) -> Iterator[Row]:
-    """AL with true anchors and under each kind, tokens committed over rounds, mean of sets; and the paired change."""
-    committed = torch.tensor([len(answer) - 1 - answer.prompt_length for answer in arena.answers])
-    clean = _acceptance(arena, draws, committed, rounds[CLEAN])
-    for kind, needed in rounds.items():
-        found = _acceptance(arena, draws, committed, needed)
-        for metric, samples in (("al", found), ("al_change", found - clean)):
-            one = estimate(samples[0], samples[1:])
-            yield _labels(draft, Key(DECODE, PREDECESSOR, TOKEN, kind), ALL, metric) | {
-                "first_slot": 1,
-                "last_slot": slots,
-                "mean": float(one.value),
-                "low": float(one.low),
-                "high": float(one.high),
-                "n": int(needed.sum()),
-                "prompts": len(arena.answers),
-            }
+    def _add(
+        self, draft: str, key: Cell, subset: str, metric: str, found: Estimate, slots: range, n: int
+    ) -> None:
+        self.rows.add(
+            found, draft=draft, metric=metric, slot=slot_text(slots), n=n, subset=subset, **key._asdict()
+        )
 
 
-def _acceptance(
-    arena: Arena, draws: Draws, committed: Tensor, rounds: Tensor
-) -> Float[Tensor, "one_and_resample"]:
-    by_set = []
-    for name in arena.set_names:
-        members = torch.tensor([i for i, of in enumerate(arena.sets) if of == name])
-        pair = committed[members].double(), rounds[members].double()
-        by_set.append(ratio_samples(*pair, draws.weights[:, members]))
-    return torch.stack(by_set).nanmean(0)
+def slot_text(slots: range) -> str:
+    """Slots as the table names them: "1", or "2-7"."""
+    return str(slots[0]) if len(slots) == 1 else f"{slots[0]}-{slots[-1]}"
 
 
-def _labels(draft: str, key: Key, subset: str, metric: str) -> Row:
-    return {"draft": draft, **key._asdict(), "subset": subset, "metric": metric}
+def _of(scores: Scores, slots: range) -> Float[Tensor, "block some_slot"]:
+    return scores[:, slots[0] - 1 : slots[-1]]

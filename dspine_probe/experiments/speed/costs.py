@@ -68,7 +68,7 @@ def pass_costs(
     repeats: int,
     seed: int = 0,
 ) -> PassCosts:
-    """Time the passes by turns, so that slow moments of the machine hit all alike.
+    """Time the passes interleaved, so that slow moments of the machine affect all alike.
 
     Args:
         target: the model.
@@ -79,7 +79,7 @@ def pass_costs(
         context: tokens cached in every row; they are random, since time does not depend on them.
         engines: what computes.
         repeats: timings of each pass.
-        seed: of tokens and chance.
+        seed: of tokens and random numbers.
     """
     width = draft.config.block_size
     generator = torch.Generator().manual_seed(seed)
@@ -90,8 +90,8 @@ def pass_costs(
         target, taps=draft.config.target_layer_ids, rows=rows, capacity=capacity, width=width
     )
     drafting = engines.open_draft(draft, rows=rows, capacity=capacity, width=width)
-    plain.start(prompts)
-    anchors = checking.start(prompts).argmax(dim=-1)
+    plain.prefill(prompts)
+    anchors = checking.prefill(prompts).argmax(dim=-1)
     drafting.extend(checking.taps, [context] * rows)
     clock = Clock(target.device)
     nothing = Proposal(anchors.new_empty(rows, 0))
@@ -110,7 +110,7 @@ def pass_costs(
         _judge(checking, anchors, proposal, sampling, noise[:, width - 1 :])
         clock.mark("verify")
         for engine in (plain, checking):
-            engine.keep([0] * rows)
+            engine.commit([0] * rows)
         clock.mark("between")
         drafting.extend(checking.taps, [_GROWTH] * rows)
         clock.mark("context")
@@ -140,12 +140,12 @@ def _judge(
     if sampling.greedy:
         verdict = verify_greedy(proposal.tokens, engine.greedy(block))
     else:
-        verdict = verify_sampled(proposal, engine.read(block), sampling, noise)
-    torch.stack([verdict.accepted, verdict.following]).tolist()
+        verdict = verify_sampled(proposal, engine.forward(block), sampling, noise)
+    torch.stack([verdict.accepted, verdict.bonus_token]).tolist()
 
 
 def _medians(clock: Clock) -> dict[str, float]:
-    """Seconds by part, without the first turns."""
+    """Seconds by part, without the first repeats."""
     laps: dict[str, list[float]] = {}
     for part, seconds in clock.laps():
         laps.setdefault(part, []).append(seconds)

@@ -1,10 +1,10 @@
-"""What may stand in for a token when it is corrupted: the same for a token wherever it is used.
+"""What replaces a token when it is corrupted: one replacement of each kind for every token of an answer.
 
-* "rank 2": the target's best other token at that place, a mistake a draft would make;
-* "frequency": a random token about as common, which is seldom plausible there;
+* "rank 2": the target's best other token at that position, a mistake a draft would make;
+* "frequency": a random token about as frequent, which is seldom plausible there;
 * "mask": the draft's mask token, and "zero": no embedding at all (id NOTHING), which remove and do not mislead.
 
-Entry points: `substitutes` for one answer, `response_counts` and `FrequencyBands` for what "about as common" means.
+Entry points: `replacement_tokens` for one answer, `response_counts` and `FrequencyBands` for what "as frequent" means.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class FrequencyBands:
         return cls(ranked.indices[:seen], ends, ends[torch.tensor(last)])
 
     def draw(self, tokens: Int[Tensor, "place"], generator: torch.Generator) -> Int[Tensor, "place"]:
-        """Another token of each one's band, by its share of the text; a token never counted gets one of the rarest."""
+        """Another token of each one's band, by its share of the text; one never counted gets one of the rarest."""
         index = torch.full((int(max(tokens.max(), self.order.max())) + 1,), -1)
         index[self.order] = torch.arange(len(self.order))
         place, rarest = index[tokens], len(self.band_ends) - 1
@@ -82,10 +82,10 @@ class FrequencyBands:
         start, width = starts[place.clamp(min=0)], (starts[1:] - starts[:-1])[place.clamp(min=0)]
         width = torch.where(place < 0, 0, width)
         band = torch.where(place < 0, rarest, torch.searchsorted(self.band_ends, start, right=True))
-        room = self.band_ends[band] - band_starts[band] - width
-        drawn = (torch.rand(len(tokens), generator=generator, dtype=torch.float64) * room).long()
-        drawn = band_starts[band] + drawn.minimum(room - 1)
-        # The token's own stretch is stepped over.
+        others = self.band_ends[band] - band_starts[band] - width
+        drawn = (torch.rand(len(tokens), generator=generator, dtype=torch.float64) * others).long()
+        drawn = band_starts[band] + drawn.minimum(others - 1)
+        # The token's own share is skipped.
         drawn += torch.where((place >= 0) & (drawn >= start), width, 0)
         return self.order[torch.searchsorted(self.ends, drawn, right=True)]
 
@@ -115,7 +115,7 @@ def response_counts(vocab_size: int, folders: Sequence[Path] | None = None) -> I
     return counts
 
 
-def substitutes(
+def replacement_tokens(
     target: Target,
     answer: Answer,
     kinds: Sequence[str],
@@ -124,10 +124,10 @@ def substitutes(
     bands: FrequencyBands | None,
     generator: torch.Generator,
 ) -> dict[str, Int[Tensor, "n"]]:
-    """For every kind, what stands in for each token of the response; prompt tokens stay as they are.
+    """For every kind, what replaces each token of the response; prompt tokens stay as they are.
 
     Args:
-        answer: with the target's final states, which say what it would have written instead.
+        answer: with the target's final states, from which its second choices are read.
         bands: needed for the kind "frequency".
 
     Raises:
@@ -137,17 +137,17 @@ def substitutes(
     found = {}
     for kind in kinds:
         if kind == RANK_2:
-            stand_in = _second_choices(target, answer)
+            replaced = _second_choices(target, answer)
         elif kind == FREQUENCY:
             if bands is None:
                 raise UsageError(
                     "the kind 'frequency' needs counts of tokens; pass `counts` or leave it out."
                 )
-            stand_in = bands.draw(own, generator)
+            replaced = bands.draw(own, generator)
         else:
-            stand_in = torch.full_like(own, mask_token if kind == MASK else NOTHING)
-        _refuse_same(kind, stand_in, own, answer)
-        found[kind] = torch.cat([answer.tokens[:start], stand_in])
+            replaced = torch.full_like(own, mask_token if kind == MASK else NOTHING)
+        _refuse_same(kind, replaced, own, answer)
+        found[kind] = torch.cat([answer.tokens[:start], replaced])
     return found
 
 
@@ -158,8 +158,8 @@ def _second_choices(target: Target, answer: Answer) -> Int[Tensor, "response"]:
     return scores.argmax(-1).cpu()
 
 
-def _refuse_same(kind: str, stand_in: Tensor, own: Tensor, answer: Answer) -> None:
-    same = (stand_in == own).nonzero().flatten().tolist()
+def _refuse_same(kind: str, replaced: Tensor, own: Tensor, answer: Answer) -> None:
+    same = (replaced == own).nonzero().flatten().tolist()
     if same:
         raise UsageError(
             f"the corruption {kind!r} leaves token {int(own[same[0]])} of answer {answer.id!r} as it is (position "
