@@ -9,13 +9,13 @@ import torch
 from toy import BLOCK, D_MODEL, LAYERS, TAPS, seeded, toy_draft, toy_sequence
 
 from dspine_probe.errors import UsageError
-from dspine_probe.experiments.arena import Arena
-from dspine_probe.experiments.contrast import Draws
-from dspine_probe.experiments.gates.clamps import ALL, LAST_WRITE, clamps, under_clamp
+from dspine_probe.experiments.common.arena import Arena
+from dspine_probe.experiments.common.intervals import Draws
+from dspine_probe.experiments.common.progress import silent
+from dspine_probe.experiments.gates.clamps import ALL, LAST_WRITE, clamped_scores, clamps
 from dspine_probe.experiments.gates.measure import GatesConfig, gates
-from dspine_probe.experiments.gates.readings import contexts, read_gates
-from dspine_probe.experiments.gates.result import GatesResult
-from dspine_probe.experiments.gates.table import correlation
+from dspine_probe.experiments.gates.readings import read_gates
+from dspine_probe.experiments.gates.table import GatesResult, correlation
 from dspine_probe.experiments.gates.token_kinds import KINDS, kinds_of
 from dspine_probe.hooks import HookedDraft
 from dspine_probe.plots.gates import clamped, followed, heatmaps
@@ -164,24 +164,21 @@ def test_gain_is_the_slots_own_injection_at_that_layer(spine, arena, readings, l
 
 
 def test_a_draft_that_never_writes_gains_nothing(arena):
-    silent = toy_draft("dspine", writes=False)
-    for write in silent.injection.writes:
+    mute = toy_draft("dspine", writes=False)
+    for write in mute.injection.writes:
         torch.nn.init.zeros_(write.weight)
-    with HookedDraft(silent) as hooked:
+    with HookedDraft(mute) as hooked:
         found = read_gates(hooked, arena)
         assert found.gain.abs().max() < 1e-5 and found.written.abs().max() == 0
-        for clamp in clamps(found, ("0", "1"), 0):
-            for batch, context in contexts(silent, arena, 8):
-                assert torch.allclose(
-                    under_clamp(hooked, clamp, batch, context).log_prob, found.log_prob, atol=1e-4
-                )
+        for scores in clamped_scores(hooked, arena, clamps(found, ("0", "1"), 0), 8, silent):
+            assert torch.allclose(scores.log_prob, found.log_prob, atol=1e-4)
 
 
 def under(draft, arena, readings, place, value):
     with HookedDraft(draft) as hooked:
-        clamp = next(c for c in clamps(readings, (value,), 0) if c.place == place)
-        parts = [under_clamp(hooked, clamp, *pair) for pair in contexts(draft, arena, 2)]
-    return [torch.cat([getattr(p, name) for p in parts]) for name in ("right", "right_walked", "log_prob")]
+        held = [c for c in clamps(readings, (value,), 0) if (c.place, c.value) == (place, value)]
+        (scores,) = clamped_scores(hooked, arena, held, 2, silent)
+    return scores.right, scores.right_walked, scores.log_prob
 
 
 def test_clamps_hold_their_place_only(spine, arena, readings):
@@ -263,33 +260,33 @@ def result(spine, arena):
 
 
 def test_gates_end_to_end(spine, arena, result, tmp_path):
-    frame = result.to_frame()
-    assert set(result.select(measure="al")["layer"]) == {"1", "2", "3", "last write", "all"}
-    untouched = result.select(measure="al", group="untouched")["mean"].item()
+    frame = result.frame()
+    assert set(result.select(metric="al")["place"]) == {"1", "2", "3", "last write", "all"}
+    untouched = result.select(metric="al", group="untouched")["mean"].item()
     assert untouched >= 1
-    assert len(result.select(measure="top1", slot=0)) == 1 + 5 * 4
-    gate = result.select(measure="gate", group="every block", slot=0)
+    assert len(result.select(metric="top1", slot="")) == 1 + 5 * 4
+    gate = result.select(metric="gate", group="every block", slot="")
     assert gate["mean"].between(0, 1).all() and (gate["low"] <= gate["mean"]).all()
-    assert gate["n"].eq(len(arena.prompt) * SLOTS).all() and gate["prompts"].eq(5).all()
-    by_slot = result.select(measure="gate", group="every block", layer="1")
-    assert float(by_slot[by_slot["slot"] > 0]["mean"].mean()) == pytest.approx(gate["mean"].iloc[0])
+    assert gate["n"].eq(len(arena.prompt) * SLOTS).all() and gate["depth"].tolist() == [1, 2, 3]
+    by_slot = result.select(metric="gate", group="every block", depth=1)
+    assert float(by_slot[by_slot["slot"] != ""]["mean"].mean()) == pytest.approx(gate["mean"].iloc[0])
     change, walked = (
-        result.select(measure=f"{measure} change", layer="all", group="0", slot=0)["mean"].item()
-        for measure in ("top1", "top1 walked")
+        result.select(metric=f"{metric} change", place="all", group="0", slot="")["mean"].item()
+        for metric in ("top1", "top1 walked")
     )
-    clean = result.select(measure="top1", group="untouched", slot=0)["mean"].item()
-    shut = result.select(measure="top1", layer="all", group="0", slot=0)["mean"].item()
+    clean = result.select(metric="top1", group="untouched", slot="")["mean"].item()
+    shut = result.select(metric="top1", place="all", group="0", slot="")["mean"].item()
     assert change == pytest.approx(shut - clean, abs=1e-6)
-    assert result.select(measure="correlation with gate", group="predecessor right", slot=1).empty
+    assert result.select(metric="correlation with gate", group="predecessor right", slot="1").empty
     result.save(tmp_path)
     again = GatesResult.load(tmp_path)
-    pd.testing.assert_frame_equal(again.to_frame(), frame, check_dtype=False)
-    assert again.findings() == result.findings() and again.skipped == result.skipped
+    pd.testing.assert_frame_equal(again.frame(), frame)
+    assert again.findings() == result.findings() and again.data["skipped"] == result.data["skipped"]
     sentences = " ".join(result.findings())
-    assert f"top-1 of the walk {walked * 100:+.1f} points" in sentences and "held shut" in sentences
-    repeated = gates({"a": spine}, arena, TOKENIZER, config=replace(CONFIG, walked_per_set=0)).to_frame()
-    assert len(repeated) and repeated["measure"].str.startswith("al").sum() == 0
-    unwalked = frame[~frame["measure"].str.startswith("al")].reset_index(drop=True)
+    assert f"top-1 of the greedy walk {walked * 100:+.1f} points" in sentences and "held shut" in sentences
+    repeated = gates({"a": spine}, arena, TOKENIZER, config=replace(CONFIG, walked_per_set=0)).frame()
+    assert len(repeated) and repeated["metric"].str.startswith("al").sum() == 0
+    unwalked = frame[~frame["metric"].str.startswith("al")].reset_index(drop=True)
     pd.testing.assert_frame_equal(repeated, unwalked)
 
 
@@ -324,9 +321,8 @@ def test_figures_say_in_words_what_they_show(result):
     grid = heatmaps(result)
     cells = grid.figure.data[0].z
     assert cells.shape == (LAYERS, SLOTS) and f"to {cells.max():.2f} at layer" in grid.alt
-    assert list(result.figure().data[0].z.flatten()) == list(cells.flatten())
-    assert len(heatmaps(result, measure="gain").table) == LAYERS * SLOTS
-    shut = result.select(measure="top1 walked change", layer="all", group="0", slot=0)["mean"].item()
+    assert len(heatmaps(result, metric="gain").table) == LAYERS * SLOTS
+    shut = result.select(metric="top1 walked change", place="all", group="0", slot="")["mean"].item()
     block = clamped(result)
     assert f"held shut {100 * shut:+.1f}" in block.alt and len(block.figure.data) == 4
     assert block.figure.data[0].y[-1] == pytest.approx(100 * shut, abs=1e-3)

@@ -10,22 +10,26 @@ from tiny import WIDTH, prompts, tiny_draft, tiny_target
 from torch import Tensor
 
 from dspine_probe.config import DSPINE
-from dspine_probe.decoding.batch import generate_greedy
+from dspine_probe.decoding.continuous import generate_greedy
 from dspine_probe.errors import ProbeError, UsageError
-from dspine_probe.experiments.arena_building import build_arena
-from dspine_probe.experiments.injection_depth.arms import DEPTHS, Arm, build
-from dspine_probe.experiments.injection_depth.batches import BlockSource, Draw
-from dspine_probe.experiments.injection_depth.block_pass import BlockPass, every_slot, one_slot
+from dspine_probe.experiments.common.arena import build_arena
+from dspine_probe.experiments.injection_depth.arms import DEPTHS, Arm, ArmModule, borrowed, build
+from dspine_probe.experiments.injection_depth.blocks import BlockPass, every_slot, one_slot
 from dspine_probe.experiments.injection_depth.injectors import Codes
-from dspine_probe.experiments.injection_depth.measure import InjectionConfig, injection_depth
-from dspine_probe.experiments.injection_depth.plan import InjectionPlan
+from dspine_probe.experiments.injection_depth.measure import InjectionConfig, families, injection_depth
+from dspine_probe.experiments.injection_depth.objective import ArmObjective, InjectionPlan
 from dspine_probe.experiments.injection_depth.result import InjectionDepthResult
 from dspine_probe.experiments.injection_depth.store import InjectorSet
-from dspine_probe.experiments.injection_depth.table import FLOOR, NO_OP, TRUE, family, spearman
-from dspine_probe.experiments.injection_depth.training import train_arms, train_injectors
+from dspine_probe.experiments.injection_depth.table import FLOOR, NO_OP, TRUE, spearman
+from dspine_probe.experiments.injection_depth.training import train_injectors
+from dspine_probe.files import data_dir
 from dspine_probe.plots.injection_depth import by_depth, by_reliability
 from dspine_probe.prompts import Prompt
+from dspine_probe.training.anchors import Batch
+from dspine_probe.training.batches import StepBatches
 from dspine_probe.training.features import FeatureMeta, FeatureStore
+from dspine_probe.training.objectives.base import Progress
+from dspine_probe.training.optimization import TrainConfig
 from dspine_probe.training.validation import split
 
 TARGET = tiny_target(stop_ids=(2, 9))
@@ -91,9 +95,9 @@ LEARN = dataclasses.replace(
 @pytest.fixture(scope="module")
 def learned(tmp_path_factory) -> InjectorSet:
     """Texts that nothing predicts, and drafts free to learn whatever helps: one slot a block, and all at once."""
-    arms = {"arms": [Arm(1, unfrozen=True), *(Arm(d, unfrozen=True, leak=True) for d in (1, 2))]}
+    arms = [Arm(1, unfrozen=True), *(Arm(d, unfrozen=True, leak=True) for d in (1, 2))]
     folder = tmp_path_factory.mktemp("learned")
-    return train_arms(tiny_draft(TARGET), TARGET, store_of(random_texts()), folder, LEARN, arms)
+    return train_injectors(tiny_draft(TARGET), TARGET, store_of(random_texts()), folder, LEARN, arms=arms)
 
 
 def test_the_naive_set_up_shows_a_gain_that_is_all_leak_and_only_at_shallow_depth(learned: InjectorSet):
@@ -112,11 +116,17 @@ def test_shielded_injectors_learn_what_the_predecessor_does_tell(tmp_path: Path)
     assert held_out_top1(arms, "depth-2") > 6 / LETTERS
 
 
+def some_batch(anchors: int = 3) -> Batch:
+    """Two sequences of the store; with many anchors some blocks are dummies."""
+    config = TrainConfig(blocks=2 * anchors, sequences=2, anchors=anchors)
+    (batch,) = StepBatches(store_of(random_texts()), None, config, SLOTS + 1).at(0)
+    return batch
+
+
 def test_a_label_reaches_its_own_slot_in_the_naive_set_up_and_never_in_the_shielded_one():
     draft = tiny_draft(TARGET)
     codes = Codes.of(TARGET.head, 8, 0)
-    source = BlockSource(store_of(random_texts()), range(40), block_size=5, sequences=2, anchors=3, seed=0)
-    batch, label_slot = source.at(0), 3
+    batch, label_slot = some_batch(), 3
     other = dataclasses.replace(batch, tokens=batch.tokens.clone())
     other.tokens[:, label_slot] = (batch.tokens[:, label_slot] - 9) % LETTERS + 10
     with torch.no_grad():
@@ -131,31 +141,54 @@ def test_a_label_reaches_its_own_slot_in_the_naive_set_up_and_never_in_the_shiel
                 here = sites.slots == label_slot
                 scores = []
                 for version in (batch, other):
-                    told = sites.before(version.tokens)
-                    message = codes.message("transfer", told, torch.Generator())
-                    scores.append(module(BlockPass.of(draft, version), sites, told, message)[here])
+                    predecessors = sites.before(version.tokens)
+                    message = codes.message("transfer", predecessors, torch.Generator())
+                    scores.append(module(BlockPass.of(draft, version), sites, predecessors, message)[here])
                 changed[name] = not torch.equal(*scores)
             assert changed == {"naive": depth < 2, "shielded": False}, f"depth {depth}"
 
 
-def test_draws_depend_on_seed_and_step_alone_and_score_only_what_the_draft_can_say():
+class Watched(torch.nn.Module):
+    """Keeps what an arm's module is given."""
+
+    def __init__(self, module: ArmModule) -> None:
+        super().__init__()
+        self.inner, self.arm, self.slow, self.own = module, module.arm, module.slow, module.own
+
+    def pass_over(self, shared: BlockPass) -> BlockPass:
+        return self.inner.pass_over(shared)
+
+    def forward(self, blocks, sites, predecessors, codes):
+        self.given = sites, predecessors, codes
+        self.scores = self.inner(blocks, sites, predecessors, codes)
+        return self.scores
+
+
+@pytest.mark.parametrize("arm", [Arm(1), Arm(1, reliability=0.0), Arm(2, late="markov"), Arm(1, leak=True)])
+def test_the_objective_draws_from_its_generator_and_scores_only_what_the_draft_can_say(arm: Arm):
     draft = tiny_draft(TARGET, trimmed=40)
-    source = BlockSource(store_of(random_texts()), range(40), block_size=5, sequences=2, anchors=30, seed=0)
-    batch = source.at(3)
-    assert torch.equal(batch.tokens, source.at(3).tokens) and not torch.equal(
-        batch.tokens, source.at(4).tokens
-    )
-    blocks, codes = BlockPass.of(draft, batch), Codes.of(TARGET.head, 8, 0)
-    draw = Draw.of(blocks, batch, codes, all_slots=False, seed=0, step=3)
-    sites = draw.sites(Arm(1))
+    codes, batch = Codes.of(TARGET.head, 8, 0), some_batch(anchors=30)
+    plan = SMALL.for_draft(draft)
+    watched = Watched(build(arm, draft, codes, message=6, seed=0))
+    objective = ArmObjective(watched, draft, codes, plan)
+
+    def at(seed: int):
+        found = objective(batch, Progress(0, 1, torch.Generator().manual_seed(seed)))
+        return found, *watched.given
+
+    found, sites, predecessors, _ = at(3)
+    again, same, *_ = at(3)
+    assert torch.equal(found.loss, again.loss) and torch.equal(sites.slots, same.slots)
     assert sites.slots.min() >= 2 and sites.slots.max() <= SLOTS
-    labels = draw.labels(sites)
-    real = batch.real.flatten()
-    assert not real.all() and (labels[~real] == -1).all()
-    assert torch.equal(labels[real], draft.to_index(batch.tokens[sites.blocks, sites.slots])[real])
-    never, always = (draw.told(Arm(1, reliability=share), sites)[0] for share in (0.0, 0.999999))
-    assert torch.equal(always, sites.before(batch.tokens)) and not torch.equal(never, always)
-    assert torch.equal(never, sites.before(draw.guesses))
+    true, guesses = sites.before(batch.tokens), sites.before(BlockPass.of(draft, batch).guesses())
+    assert torch.equal(predecessors, guesses if arm.reliability < 1 else true)
+    real = batch.real.flatten()[sites.blocks] & (batch.weight[sites.blocks, sites.slots - 1] > 0)
+    labels = draft.to_index(batch.tokens[sites.blocks, sites.slots])
+    counted = real & (labels >= 0)
+    assert not real.all() and float(found.slot_counts.sum()) == float(counted.sum()) > 0
+    by_hand = torch.nn.functional.cross_entropy(watched.scores[counted], labels[counted])
+    torch.testing.assert_close(found.loss, by_hand)
+    assert arm.leak or not torch.equal(sites.slots, at(4)[1].slots)
 
 
 @pytest.fixture(scope="module", params=["dflash", "dspine"])
@@ -198,16 +231,24 @@ def test_the_chosen_rate_is_the_best_tried_and_the_draft_is_left_alone(trained):
     assert not torch.allclose(moved, draft.fc.weight, atol=1e-3)
 
 
-def test_folders_of_another_draft_or_plan_and_damaged_files_are_refused(trained, tmp_path: Path):
-    draft, folder, arms = trained
+def test_work_of_another_draft_store_or_plan_and_damaged_files_are_refused(trained, tmp_path: Path):
+    draft, folder, _ = trained
     store = store_of(random_texts())
     other = tiny_draft(TARGET, seed=5, trimmed=40)
-    with pytest.raises(UsageError, match="of another draft"):
+    with pytest.raises(UsageError, match="trained with other settings: draft"):
         train_injectors(other, TARGET, store, folder, SMALL)
     with pytest.raises(UsageError, match="trained on another draft"):
         InjectorSet.load(folder, other, TARGET)
-    with pytest.raises(UsageError, match=r"another plan \(blocks\)"):
-        train_injectors(draft, TARGET, store, folder, dataclasses.replace(SMALL, blocks=128))
+    with pytest.raises(UsageError, match="other settings: features;"):
+        train_injectors(draft, TARGET, store_of(chained_texts()), folder, SMALL)
+    for name, value, said in (
+        ("blocks", 128, r"blocks \(64, not 128\)"),
+        ("trial_blocks", 32, r"trial_blocks \(16, not 32\)"),
+        ("seed", 1, r"seed \(0, not 1\)"),
+        ("rates", (3e-3,), r"rates \(\[0\.003, 0\.03\], not \[0\.003\]\)"),
+    ):
+        with pytest.raises(UsageError, match=f"other settings: {said}"):
+            train_injectors(draft, TARGET, store, folder, dataclasses.replace(SMALL, **{name: value}))
     with pytest.raises(UsageError, match="holds no injectors"):
         InjectorSet.load(tmp_path, draft, TARGET)
     with pytest.raises(UsageError, match="no injector 'depth-9'"):
@@ -218,6 +259,12 @@ def test_folders_of_another_draft_or_plan_and_damaged_files_are_refused(trained,
         InjectorSet.load(tmp_path, draft, TARGET)
 
 
+def test_stale_trials_of_unknown_origin_are_refused(tmp_path: Path):
+    (tmp_path / "trials.json").write_text('{"depth-1": {"0.003": 0.0, "0.03": 1.0}}')
+    with pytest.raises(UsageError, match=r"holds work without a plan\.json"):
+        train_injectors(tiny_draft(TARGET), TARGET, store_of(random_texts()), tmp_path, SMALL)
+
+
 def test_impossible_plans_are_refused(tmp_path: Path):
     draft, store = tiny_draft(TARGET), store_of(random_texts())
     with pytest.raises(UsageError, match="depth 7 lies outside"):
@@ -226,7 +273,7 @@ def test_impossible_plans_are_refused(tmp_path: Path):
         train_injectors(draft, TARGET, store, tmp_path, dataclasses.replace(SMALL, all_slots=True))
     with pytest.raises(UsageError, match="less than one step"):
         dataclasses.replace(SMALL, blocks=7)
-    with pytest.raises(UsageError, match="give a larger store"):
+    with pytest.raises(UsageError, match="do not fill one batch"):
         train_injectors(draft, TARGET, store_of(random_texts(3), 1), tmp_path, SMALL)
 
 
@@ -237,10 +284,17 @@ def arena():
     return build_arena(TARGET, asked, taps=(0, 2), slots=SLOTS, answers=answers, per_answer=4)
 
 
+def as_seed(draft, seed: int):
+    """The draft with a record that says its seed."""
+    made = borrowed(draft)
+    made.training_record = {"blocks": 100, "seed": seed}
+    return made
+
+
 @pytest.fixture(scope="module")
 def measured(trained, arena) -> InjectionDepthResult:
     draft, _, arms = trained
-    both = {"toy-0": draft, "toy-1": draft}
+    both = {name: as_seed(draft, seed) for seed, name in enumerate(("toy-0", "toy-1"))}
     config = InjectionConfig(resamples=40, answers_per_batch=3)
     return injection_depth(both, dict.fromkeys(both, arms), TARGET, arena, config=config)
 
@@ -248,22 +302,26 @@ def measured(trained, arena) -> InjectionDepthResult:
 def test_every_arm_is_scored_and_an_untrained_injector_changes_nothing(measured, trained):
     _, _, arms = trained
     top = measured.rows("toy", "top1")
-    assert set(top["arm"]) == {*arms.modules, FLOOR, NO_OP} and (top["seeds"] == 2).all()
-    assert {"true", "rank-2", "rho 0.00", "rho 0.50", "rho 0.75"} == set(top[top["arm"] == "depth-1"]["told"])
+    assert set(top["arm"]) == {*arms.modules, FLOOR, NO_OP} and list(measured.members("toy")) == [
+        "toy-0",
+        "toy-1",
+    ]
+    given = set(top[top["arm"] == "depth-1"]["predecessor"])
+    assert given == {"true", "rank-2", "rho 0.00", "rho 0.50", "rho 0.75"}
     nothing = measured.rows("toy", "difference", arm=f"{NO_OP} − {FLOOR}").iloc[0]
     assert nothing["mean"] == nothing["low"] == nothing["high"] == 0
-    assert set(measured.select(metric="top1", arm="depth-1", told=TRUE)["slot"]) == {0, 2, 3, 4}
+    assert set(measured.select(metric="top1", arm="depth-1", predecessor=TRUE)["slot"]) == {"", "2", "3", "4"}
 
 
 def test_differences_and_contrasts_are_those_of_the_accuracies(measured):
-    top = measured.rows("toy-0", "top1", told=TRUE).set_index("arm")["mean"]
-    contrast = measured.rows("toy-0", "shallow_minus_late", told=TRUE).iloc[0]
+    top = measured.rows("toy-0", "top1", predecessor=TRUE).set_index("arm")["mean"]
+    contrast = measured.rows("toy-0", "shallow_minus_late", predecessor=TRUE).iloc[0]
     assert contrast["arm"] == "depth 1 − depth 2"
     assert contrast["mean"] == pytest.approx(top["depth-1"] - top["depth-2"])
     for a, b in (("depth-1", "depth-1-random"), ("all", "depth-2"), ("depth-1-unfrozen", "depth-2-unfrozen")):
         row = measured.rows("toy-0", "difference", arm=f"{a} − {b}").iloc[0]
         assert row["mean"] == pytest.approx(top[a] - top[b]) and row["low"] <= row["mean"] <= row["high"]
-    same = measured.rows("toy", "top1", told=TRUE).set_index("arm")["mean"]
+    same = measured.rows("toy", "top1", predecessor=TRUE).set_index("arm")["mean"]
     pd.testing.assert_series_equal(same, top, check_names=False)
 
 
@@ -271,7 +329,7 @@ def test_what_is_said_can_be_saved_drawn_and_read_aloud(measured, trained, tmp_p
     draft, _, _ = trained
     measured.save(tmp_path)
     again = InjectionDepthResult.load(tmp_path)
-    pd.testing.assert_frame_equal(again.to_frame(), measured.to_frame(), check_dtype=False)
+    pd.testing.assert_frame_equal(again.frame(), measured.frame())
     text = " ".join(again.findings())
     assert "depth 1 − depth 2" in text and "by seed: toy-0" in text and "markov" in text
     assert ("leak" in text) == (not draft.config.is_causal)
@@ -286,10 +344,12 @@ def test_what_is_said_can_be_saved_drawn_and_read_aloud(measured, trained, tmp_p
 
 
 def test_a_causal_draft_of_the_same_result_stands_as_a_control_of_the_bidirectional_one(measured):
-    alone = measured.select(draft="toy-0", seeds=1)
+    alone = measured.table[measured.table["draft"] == "toy-0"]
     table = pd.concat([alone.assign(draft=name) for name in ("wide", "narrow")])
-    build = measured.drafts["toy-0"]
-    drafts = {"wide": {**build, "causal": False}, "narrow": {**build, "causal": True}}
+    drafts = {
+        name: {**measured.drafts["toy-0"], "family": name, "causal": name == "narrow"}
+        for name in ("wide", "narrow")
+    }
     wide, narrow = dataclasses.replace(measured, table=table, drafts=drafts).claims()
     (control,) = (one for one in wide.controls if one.name == "a causal trunk")
     assert control.outcome.startswith("narrow, depth 1 − depth 2: ")
@@ -302,8 +362,8 @@ def test_the_fast_run_measures_depths_floor_and_wrong_code_alone(trained, arena)
     found = injection_depth({"toy": draft}, {"toy": arms}, TARGET, arena, config=config)
     top = found.rows("toy", "top1")
     assert set(top["arm"]) == {FLOOR, NO_OP, "depth-0", "depth-1", "depth-2", "all"}
-    assert set(top["told"]) == {"nothing", "true", "rank-2"}
-    assert found.figure().data
+    assert set(top["predecessor"]) == {"nothing", "true", "rank-2"}
+    assert by_depth(found).figure.data and by_reliability(found) is None
 
 
 def test_drafts_that_do_not_fit_are_refused(trained, arena):
@@ -317,15 +377,70 @@ def test_drafts_that_do_not_fit_are_refused(trained, arena):
         InjectionConfig(shares=(1.0,))
 
 
-def test_rank_correlation_agrees_with_pandas_and_seeds_share_a_name():
+def test_rank_correlation_agrees_with_pandas():
     values = torch.rand(5, 6, generator=torch.Generator().manual_seed(0)).double()
     values[1, 2] = values[1, 3]
     for row, found in zip(values, spearman(values), strict=True):
         expected = pd.Series(row.numpy()).corr(pd.Series(range(6)), method="spearman")
         assert float(found) == pytest.approx(expected)
-    assert [family(n) for n in ("dflash-0", "dflash-seed12", "dspine", "a/3")] == [
-        "dflash",
-        "dflash",
-        "dspine",
-        "a",
-    ]
+
+
+def test_seeds_are_said_by_the_record_and_not_by_the_name():
+    """Budgets in names are no seeds, and seeds need no number in their name."""
+    draft = tiny_draft(TARGET)
+
+    def of(**drafts):
+        made = {}
+        for name, record in drafts.items():
+            made[name] = borrowed(draft)
+            made[name].training_record = record
+        return families(made)
+
+    short, long = {"blocks": 51_200}, {"blocks": 320_000}
+    unknown = of(**{"dflash-51200": {}, "dflash-320000": {}})
+    assert unknown == {"dflash-51200": "dflash-51200", "dflash-320000": "dflash-320000"}
+    budgets = of(**{"dflash-51200": {**short, "seed": 0}, "dflash-320000": {**long, "seed": 0}})
+    assert len(set(budgets.values())) == 2
+    assert of(d0={**short, "seed": 0}, d1={**short, "seed": 1}, other={}) == {
+        "d0": "d",
+        "d1": "d",
+        "other": "other",
+    }
+    named = of(first={**short, "seed": 0}, second={**short, "seed": 1})
+    assert set(named.values()) == {"mean of first, second"}
+
+
+def test_depth_sorts_as_a_number_in_deep_drafts(measured):
+    rows = measured.table[measured.table["condition"] == "depth-1 | true"]
+    deep = pd.concat(
+        rows.assign(depth=depth, condition=f"depth-{depth} | true") for depth in (10, 2, 1)
+    ).astype({"depth": "Int64"})
+    made = dataclasses.replace(measured, table=deep)
+    assert made.curve("toy")["depth"].tolist() == [1, 2, 10]
+
+
+@pytest.mark.parametrize(
+    ("name", "sentences", "here", "passed"),
+    [
+        (
+            "injection_depth",
+            19,
+            "dflash, depths 1, 2 − depths 4, 5, 1 seed: +0.6 points (-0.3, +1.5), n = 6720 slots of held-out "
+            "prompts",
+            [True, True, True, None, True, True, None, True, None, True, True, True, None, None],
+        ),
+        (
+            "injection_depth_seeds",
+            8,
+            "dflash, depths 1, 2 − depths 4, 5, 3 seeds: -0.3 points (-0.9, +0.3), n = 6720 slots of held-out "
+            "prompts",
+            [True, *[None] * 10],
+        ),
+    ],
+)
+def test_shipped_results_say_what_they_said_when_they_were_measured(name, sentences, here, passed):
+    shipped = InjectionDepthResult.load(data_dir() / "results" / name)
+    (claim,) = shipped.claims()
+    assert claim.holds is None and claim.here == here
+    assert [control.passed for control in claim.controls] == passed
+    assert len(shipped.findings()) == sentences

@@ -16,7 +16,7 @@ from dspine_probe.experiments.injection_depth.arms import (
     build,
     contrasted,
 )
-from dspine_probe.experiments.injection_depth.block_pass import BlockPass, every_slot, one_slot, refuse_leak
+from dspine_probe.experiments.injection_depth.blocks import BlockPass, every_slot, one_slot, refuse_leak
 from dspine_probe.experiments.injection_depth.injectors import (
     NOISE,
     RANDOM,
@@ -64,9 +64,7 @@ def test_the_layer_by_layer_run_is_the_draft_s_own_and_copies_of_blocks_agree_wi
         expected = draft(batch.taps, batch.anchor_tokens, batch.anchors)
         torch.testing.assert_close(blocks.scores(blocks.stream[-1][:, 1:]), expected, rtol=0, atol=0)
         wide = blocks.repeated(3)
-        x = wide.stream[0]
-        for layer in range(len(draft.blocks)):
-            x = wide.layer(layer, x)
+        x = wide.layers(wide.stream[0], 0, len(draft.blocks))
         torch.testing.assert_close(x, blocks.stream[-1].repeat_interleave(3, dim=0))
 
 
@@ -93,7 +91,7 @@ def test_the_injector_has_the_form_of_dspine():
             getattr(injector, name).weight.copy_(getattr(parts, name).weight)
         injector.bias.copy_(parts.bias)
         h = torch.randn(7, 32, generator=torch.Generator().manual_seed(1))
-        code = spine.scaled_codes(torch.arange(7), h.dtype)
+        code = spine.message_codes(torch.arange(7), h.dtype)
         gate = parts.gate(parts.feature(layer, h), code)
         expected = h + parts.write(layer, h, gate * parts.message(code))
         torch.testing.assert_close(injector(h, code), expected)
@@ -110,9 +108,9 @@ def test_every_arm_starts_as_no_change_at_all(draft):
         names = []
         for arm in (arm for arms in arms_of(draft).values() for arm in arms):
             module = build(arm, draft, CODES, message=MESSAGE, seed=0)
-            told = sites.before(batch.tokens)
-            codes = CODES.message(arm.code, told, torch.Generator())
-            scores = module(module.blocks(blocks, batch), sites, told, codes)
+            predecessors = sites.before(batch.tokens)
+            codes = CODES.message(arm.code, predecessors, torch.Generator())
+            scores = module(module.pass_over(blocks), sites, predecessors, codes)
             torch.testing.assert_close(scores, floor, rtol=0, atol=0, msg=arm.name)
             names.append(arm.name)
     assert len(set(names)) == len(names) == 4 + 4 + 3 + 6 + 2 + 2 * (not draft.config.is_causal)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pandas as pd
@@ -14,19 +15,20 @@ from test_intermediate import tiny_store
 from test_training import CONFIG
 from tiny import MASK
 from torch.nn import functional as F
-from toy import seeded
+from toy import seeded, toy_store
 
-from dspine_probe.decoding.offline import walk
+from dspine_probe.decoding.offline import simulate_rounds
 from dspine_probe.drafts.checkpoint import load_draft
 from dspine_probe.errors import UsageError
-from dspine_probe.experiments.acceptance import MEAN, AcceptanceResult, measure
-from dspine_probe.experiments.arena import Arena
+from dspine_probe.experiments.acceptance import AcceptanceCounts, count_rounds
+from dspine_probe.experiments.common.arena import Arena
+from dspine_probe.experiments.common.intervals import Estimate
+from dspine_probe.experiments.common.rows import RowBuilder
+from dspine_probe.experiments.common.schema import MEAN
 from dspine_probe.experiments.supervision import arms as arms_module
-from dspine_probe.experiments.supervision import readings as readings_module
 from dspine_probe.experiments.supervision.arms import (
-    Arm,
-    ArmRun,
     ArmsPlan,
+    SupervisionArm,
     headline_arms,
     rates_tried,
     train_arms,
@@ -34,9 +36,18 @@ from dspine_probe.experiments.supervision.arms import (
     variant_arms,
 )
 from dspine_probe.experiments.supervision.measure import SupervisionConfig, supervision
-from dspine_probe.experiments.supervision.readings import FITTED, FIXED, OWN, SHUFFLED, effective_rank
+from dspine_probe.experiments.supervision.readings import (
+    FITTED,
+    FIXED,
+    OWN,
+    SHUFFLED,
+    effective_rank,
+    fitted_readout,
+)
 from dspine_probe.experiments.supervision.result import LOWERS, RAISES, UNDECIDED, SupervisionResult
+from dspine_probe.experiments.supervision.runs import ArmRun
 from dspine_probe.experiments.supervision.table import ALL, OVER_SEEDS
+from dspine_probe.files import data_dir
 from dspine_probe.plots import supervision as plots
 from dspine_probe.target import Target
 from dspine_probe.training.intermediate import Supervision, load_readouts
@@ -46,8 +57,8 @@ from dspine_probe.transfer import TransferSpace
 
 ARMS = {
     **headline_arms((1, 2)),
-    "token-ce": Arm(Supervision("token-ce"), (1,)),
-    "cosine-unwhitened": Arm(Supervision("cosine-unwhitened"), (1,)),
+    "token-ce": SupervisionArm(Supervision("token-ce"), (1,)),
+    "cosine-unwhitened": SupervisionArm(Supervision("cosine-unwhitened"), (1,)),
 }
 PLAN = ArmsPlan(
     ARMS,
@@ -71,7 +82,7 @@ def result(place: tuple[Target, Arena, Path]) -> SupervisionResult:
     return supervision(target, trained(PLAN, folder), arena, config=SupervisionConfig(resamples=200))
 
 
-def value(result: SupervisionResult, column: str = "value", **wanted: object) -> float:
+def value(result: SupervisionResult, column: str = "mean", **wanted: object) -> float:
     rows = result.select(**wanted)
     assert len(rows) == 1, wanted
     return float(rows[column].iloc[0])
@@ -85,33 +96,35 @@ def test_acceptance_is_that_of_the_evaluation(
     runs, counts = trained(PLAN, folder), []
     for arm, seed in (("none", 1), ("cosine", 1)):
         draft = load_draft(runs[arm][seed].checkpoint, target)
-        for answer, name, rounds in zip(arena.answers, arena.sets, walk(draft, arena.answers), strict=True):
-            counts.append(measure(arm, name, answer.id, rounds, stopped=False, slots=4))
-    other = AcceptanceResult(tuple(counts), resamples=10)
+        for answer, name, rounds in zip(
+            arena.answers, arena.sets, simulate_rounds(draft, arena.answers), strict=True
+        ):
+            counts.append(count_rounds(arm, name, answer.id, rounds, stopped=False, slots=4))
+    other = AcceptanceCounts(tuple(counts), resamples=10)
     for arm in ("none", "cosine"):
         for name in (*arena.set_names, MEAN):
             want = float(other.acceptance_length(arm, name).value)
-            assert value(result, arm=arm, metric="al", seed="1", set=name) == pytest.approx(want)
-    gain = value(result, arm="cosine", metric="al_gain", seed="1", set=MEAN)
+            assert value(result, draft=arm, metric="al", seed="1", set=name) == pytest.approx(want)
+    gain = value(result, draft="cosine − none", metric="al", seed="1", set=MEAN)
     each = [float(other.acceptance_length(arm).value) for arm in ("none", "cosine")]
     assert gain == pytest.approx(each[1] - each[0])
-    both = result.select(arm="none", metric="al", set=MEAN).set_index("seed")["value"]
+    both = result.select(draft="none", metric="al", set=MEAN).set_index("seed")["mean"]
     assert both[ALL] == pytest.approx((both["1"] + both["2"]) / 2)
-    survival = result.select(arm="cosine-unwhitened", metric="survival")["value"].tolist()
+    survival = result.select(draft="cosine-unwhitened", metric="survival")["mean"].tolist()
     assert survival == sorted(survival, reverse=True)
 
 
 def test_gains_are_paired_and_use_common_seeds_alone(result: SupervisionResult) -> None:
-    gain = result.select(arm="cosine-unwhitened", metric="al_gain", set=MEAN).set_index("seed")
-    al = result.select(metric="al", set=MEAN).set_index(["arm", "seed"])["value"]
-    assert gain.loc[ALL, "value"] == pytest.approx(al["cosine-unwhitened", "1"] - al["none", "1"])
+    gain = result.select(draft="cosine-unwhitened − none", metric="al", set=MEAN).set_index("seed")
+    al = result.select(metric="al", set=MEAN).set_index(["draft", "seed"])["mean"]
+    assert gain.loc[ALL, "mean"] == pytest.approx(al["cosine-unwhitened", "1"] - al["none", "1"])
     assert pd.isna(gain.loc[OVER_SEEDS, "low"]), "one seed has no spread"
-    over = result.select(arm="cosine", metric="al_gain", seed=OVER_SEEDS).iloc[0]
-    each = [value(result, arm="cosine", metric="al_gain", set=MEAN, seed=s) for s in ("1", "2")]
-    assert over["value"] == pytest.approx(sum(each) / 2)
+    over = result.select(draft="cosine − none", metric="al", seed=OVER_SEEDS).iloc[0]
+    each = [value(result, draft="cosine − none", metric="al", set=MEAN, seed=s) for s in ("1", "2")]
+    assert over["mean"] == pytest.approx(sum(each) / 2)
     # Student's 97.5 % point for one degree of freedom, times |a − b| / 2.
-    assert over["high"] - over["value"] == pytest.approx(12.706 * abs(each[0] - each[1]) / 2, rel=1e-3)
-    assert not len(result.select(arm="none", metric="al_gain"))
+    assert over["high"] - over["mean"] == pytest.approx(12.706 * abs(each[0] - each[1]) / 2, rel=1e-3)
+    assert not len(result.select(draft="none − none", metric="al"))
 
 
 @torch.no_grad()
@@ -127,7 +140,7 @@ def test_cosines_and_hits_by_hand(place: tuple[Target, Arena, Path], result: Sup
         for anchor in anchors.tolist():
             at = torch.tensor([[anchor]])
             context = draft.encode_context(answer.taps[None])
-            states = draft.run(context, answer.tokens[at], at, keep_residuals=True)  # type: ignore[call-arg]
+            states = draft.run(context, answer.tokens[at], at)  # type: ignore[call-arg]
             labels = answer.tokens[anchor + 1 : anchor + 5]
             h = states.residuals[1][0, 1:]  # type: ignore[union-attr]
             where = arena.set_names.index(arena.sets[index])
@@ -139,20 +152,20 @@ def test_cosines_and_hits_by_hand(place: tuple[Target, Arena, Path], result: Sup
         name: torch.stack([torch.stack([v for s, v in rows if s == at]).mean() for at in (0, 1)]).mean()
         for name, rows in cells.items()
     }
-    keys = {"arm": "cosine", "seed": "1", "layer": 2}
+    keys = {"draft": "cosine", "seed": "1", "depth": 2}
     assert value(result, metric=f"cosine, {FIXED}", **keys) == pytest.approx(float(want["fixed"]), abs=1e-5)
     assert value(result, metric=f"cosine, {OWN}", **keys) == pytest.approx(float(want["own"]), abs=1e-5)
-    top1 = result.select(arm="cosine", metric="top1", slot=0)["value"].iloc[0]
+    top1 = result.select(draft="cosine", metric="top1", slot="")["mean"].iloc[0]
     other = supervision(target, {"none": trained(PLAN, folder)["none"], "cosine": {1: run}}, arena)
-    alone = other.select(arm="cosine", metric="top1", slot=0)["value"].iloc[0]
+    alone = other.select(draft="cosine", metric="top1", slot="")["mean"].iloc[0]
     assert alone == pytest.approx(float(want["hits"]), abs=1e-6)
     assert 0 <= top1 <= 1
 
 
 def test_own_readouts_belong_to_code_arms_and_supervised_layers(result: SupervisionResult) -> None:
     own = result.select(metric=f"cosine, {OWN}", seed=ALL)
-    assert set(own["arm"]) == {"cosine", "cosine-unwhitened"}
-    assert set(own["layer"]) == {1, 2}
+    assert set(own["draft"]) == {"cosine", "cosine-unwhitened"}
+    assert set(own["depth"]) == {1, 2}
     for reader in (FIXED, FITTED, FIXED + SHUFFLED, FITTED + SHUFFLED):
         assert len(result.select(metric=f"cosine, {reader}", seed=ALL)) == 3 * len(ARMS)
 
@@ -163,11 +176,14 @@ def test_a_fitted_readout_finds_what_is_there_and_nothing_that_is_not() -> None:
     codes = F.normalize(torch.randn(400, 4, 6, generator=g) + 2, dim=-1)
     prompt = torch.arange(400) // 4
     hidden = (codes - codes.mean((0, 1))) @ torch.randn(6, 12, generator=g)
-    found = readings_module._fitted(hidden, codes, prompt)
-    assert found.cosine(codes).mean() > 0.9
-    assert found.cosine(codes.roll(37, 0)).mean().abs() < 0.1, "the common direction of codes earns nothing"
-    noise = torch.randn(400, 4, 12, generator=g)
-    assert readings_module._fitted(noise, codes, prompt).cosine(codes).mean().abs() < 0.1
+
+    def cosine(stream: torch.Tensor, wanted: torch.Tensor) -> float:
+        read, mean = fitted_readout(stream, codes, prompt)
+        return float(F.cosine_similarity(read, wanted - mean, dim=-1).mean())
+
+    assert cosine(hidden, codes) > 0.9
+    assert abs(cosine(hidden, codes.roll(37, 0))) < 0.1, "the common direction of codes earns nothing"
+    assert abs(cosine(torch.randn(400, 4, 12, generator=g), codes)) < 0.1
 
 
 def test_a_fitted_readout_never_sees_the_prompts_it_reads() -> None:
@@ -175,9 +191,9 @@ def test_a_fitted_readout_never_sees_the_prompts_it_reads() -> None:
     g = seeded(6)
     hidden, codes = torch.randn(40, 4, 12, generator=g), torch.randn(40, 4, 6, generator=g)
     prompt = torch.arange(40) // 2
-    before = readings_module._fitted(hidden, codes, prompt).read
+    before = fitted_readout(hidden, codes, prompt)[0]
     moved = torch.where((prompt % 2 == 0)[:, None, None], -codes, codes)
-    after = readings_module._fitted(hidden, moved, prompt).read
+    after = fitted_readout(hidden, moved, prompt)[0]
     assert torch.equal(before[prompt % 2 == 0], after[prompt % 2 == 0])
     assert not torch.equal(before[prompt % 2 == 1], after[prompt % 2 == 1])
 
@@ -197,18 +213,18 @@ def test_curves_come_from_the_runs_files(
     *_, folder = place
     rows = pd.read_csv(folder / "runs" / "cosine-1" / "validation.csv")
     logged = pd.read_csv(folder / "runs" / "cosine-1" / "metrics.csv")
-    keys = {"arm": "cosine", "seed": "1"}
+    keys = {"draft": "cosine", "seed": "1"}
     curve = result.select(metric="validation", **keys)
-    assert curve["blocks"].tolist() == rows["blocks"].tolist()
-    assert curve["value"].tolist() == pytest.approx(rows["tokens_per_anchor"].tolist())
+    assert curve["blocks"].astype(int).tolist() == rows["blocks"].tolist()
+    assert curve["mean"].tolist() == pytest.approx(rows["tokens_per_anchor"].tolist())
     at = int(rows["blocks"].iloc[1])
     between = logged[(logged["step"] > rows["step"].iloc[0]) & (logged["step"] <= rows["step"].iloc[1])]
-    assert value(result, metric="grad_norm", blocks=at, **keys) == pytest.approx(
+    assert value(result, metric="grad_norm", blocks=str(at), **keys) == pytest.approx(
         between["grad_norm"].median()
     )
     layer_2 = between["parts"].map(lambda text: json.loads(text)["layer_2"]).mean()
-    assert value(result, metric="layer_loss", blocks=at, layer=2, **keys) == pytest.approx(layer_2)
-    assert not len(result.select(arm="none", metric="layer_loss"))
+    assert value(result, metric="layer_loss", blocks=str(at), depth=2, **keys) == pytest.approx(layer_2)
+    assert not len(result.select(draft="none", metric="layer_loss"))
 
 
 def test_a_rerun_trains_nothing_and_workers_share_the_arms(
@@ -241,13 +257,16 @@ def test_the_learning_rate_is_chosen_once_for_each_arm(
     def fake(plan, _target, _store, training, run, output, **_):  # type: ignore[no-untyped-def]
         used.append((run.name, training.lr, training.seed, training.blocks))
 
-    def found(draft, *_):  # type: ignore[no-untyped-def]
+    def found(draft, *_, precision):  # type: ignore[no-untyped-def]
         return Validation(2.0 + ("0.002" in draft), (), 0)
 
     monkeypatch.setattr(arms_module, "train_draft", fake)
     monkeypatch.setattr(arms_module, "load_draft", lambda folder, *_: folder.name)
     monkeypatch.setattr(arms_module, "validate", found)
-    arms = {"none": Arm(Supervision(), (7,)), "cosine": Arm(Supervision("cosine"), (7,), lr=0.5)}
+    arms = {
+        "none": SupervisionArm(Supervision(), (7,)),
+        "cosine": SupervisionArm(Supervision("cosine"), (7,), lr=0.5),
+    }
     plan = dataclasses.replace(PLAN, arms=arms, rates=(1e-3, 2e-3), tuning_blocks=60)
     train_arms(plan, target, store, tmp_path)
     assert used == [
@@ -261,11 +280,62 @@ def test_the_learning_rate_is_chosen_once_for_each_arm(
     assert rates_tried(tmp_path, list(arms))["none"]["chosen"] == 2e-3
 
 
-def test_an_arm_that_was_trained_at_another_rate_is_refused(place: tuple[Target, Arena, Path]) -> None:
+def test_arms_of_another_rate_budget_or_store_are_refused_by_name(place: tuple[Target, Arena, Path]) -> None:
     target, _, folder = place
-    plan = dataclasses.replace(PLAN, arms={"none": Arm(Supervision(), (1,), lr=0.5)})
-    with pytest.raises(UsageError, match=r"none-1 was trained at the rate 0\.01, and 0\.5 was chosen for it"):
-        train_arms(plan, target, tiny_store(), folder)
+    arms = {"none": SupervisionArm(Supervision(), (1,), lr=0.5)}
+    with pytest.raises(UsageError, match=r"none-1 was trained with other settings: lr \(0\.01, not 0\.5\)"):
+        train_arms(dataclasses.replace(PLAN, arms=arms), target, tiny_store(), folder)
+    longer = dataclasses.replace(PLAN, training=dataclasses.replace(PLAN.training, blocks=144))
+    with pytest.raises(UsageError, match=r"none-1 was trained with other settings: blocks \(72, not 144\)"):
+        train_arms(longer, target, tiny_store(), folder)
+    wide = dataclasses.replace(PLAN, draft=dataclasses.replace(PLAN.draft, draft_vocab=30))
+    with pytest.raises(
+        UsageError, match=r"none-1 was trained with other settings: draft_vocab \(40, not 30\)"
+    ):
+        train_arms(wide, target, tiny_store(), folder)
+    with pytest.raises(UsageError, match="none-1 was trained with other settings: features;"):
+        train_arms(PLAN, target, toy_store(), folder)
+
+
+def test_a_run_that_was_resumed_at_another_rate_is_refused(
+    place: tuple[Target, Arena, Path], tmp_path: Path
+) -> None:
+    target, _, folder = place
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    state = tmp_path / "runs" / "none-1" / "state.pt"
+    saved = torch.load(state, weights_only=True)
+    torch.save({**saved, "config": {**saved["config"], "lr": 1e-3}}, state)
+    with pytest.raises(UsageError, match=r"none-1 was trained with other settings: lr \(0\.001, not 0\.01\)"):
+        train_arms(PLAN, target, tiny_store(), tmp_path)
+    torch.save({**saved, "rates": [(0, 1e-3), (4, 1e-2)]}, state)
+    with pytest.raises(UsageError, match=r"at the rate 0\.001, then 0\.01, and an arm has one"):
+        train_arms(PLAN, target, tiny_store(), tmp_path)
+
+
+def test_finished_work_that_does_not_say_what_it_depends_on_is_refused(
+    place: tuple[Target, Arena, Path], tmp_path: Path
+) -> None:
+    target, _, folder = place
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "runs" / "none-1" / "depends.json").unlink()
+    with pytest.raises(UsageError, match=r"none-1 holds work without a depends\.json"):
+        train_arms(PLAN, target, tiny_store(), tmp_path)
+
+
+def test_rates_chosen_on_another_budget_are_refused(
+    place: tuple[Target, Arena, Path], tmp_path: Path
+) -> None:
+    target, *_ = place
+    arms = {"none": SupervisionArm(Supervision(), (1,))}
+    plan = dataclasses.replace(PLAN, arms=arms, rates=(1e-2, 2e-2), tuning_blocks=24)
+    train_arms(plan, target, tiny_store(), tmp_path)
+    for name, value, said in (
+        ("tuning_blocks", 48, r"blocks \(24, not 48\)"),
+        ("rates", (1e-2, 3e-2), r"lr \(\[0\.01, 0\.02\], not \[0\.01, 0\.03\]\)"),
+        ("tuning_seed", 7, r"seed \(1000, not 7\)"),
+    ):
+        with pytest.raises(UsageError, match=f"none-tuning was trained with other settings: {said}"):
+            train_arms(dataclasses.replace(plan, **{name: value}), target, tiny_store(), tmp_path)
 
 
 def test_variants_share_the_first_seed() -> None:
@@ -277,23 +347,40 @@ def test_variants_share_the_first_seed() -> None:
 def test_saved_results_say_the_same(result: SupervisionResult, tmp_path: Path) -> None:
     result.save(tmp_path)
     again = SupervisionResult.load(tmp_path)
-    pd.testing.assert_frame_equal(again.to_frame(), result.to_frame(), check_dtype=False)
+    pd.testing.assert_frame_equal(again.frame(), result.frame())
     assert again.findings() == result.findings()
     assert again.claims() == result.claims()
-    assert again.arms["cosine"]["1"]["plan"]["supervision_arm"] == "cosine"
+    assert again.drafts["cosine"]["1"]["plan"]["supervision_arm"] == "cosine"
 
 
-def told(result: SupervisionResult, gains: dict[str, tuple[float, float, list[float]]]) -> SupervisionResult:
+def test_the_shipped_result_says_what_it_said_when_it_was_measured() -> None:
+    shipped = SupervisionResult.load(data_dir() / "results" / "supervision")
+    (claim,) = shipped.claims()
+    assert claim.holds is None and claim.here == (
+        "token-ce 1.484, -0.030 (-0.037, -0.022) against none; none 1.514; cosine 1.508, -0.005 (-0.012, +0.001) "
+        "against none; DFlash on embedded, 51,200 blocks a run, 3 seeds, n = 140 prompts"
+    )
+    assert [control.passed for control in claim.controls] == [True, True, True, None, None, None, None, None]
+    said = shipped.findings()
+    assert len(said) == 41
+    assert (
+        "token-ce − none: -0.030 (-0.037, -0.022) tokens a round over prompts; by seed -0.041, -0.024, -0.024, "
+        "t-interval over seeds -0.054 to -0.005. It lowers acceptance."
+    ) in said
+
+
+def with_gains(
+    result: SupervisionResult, gains: dict[str, tuple[float, float, list[float]]]
+) -> SupervisionResult:
     """The result with other gains: interval over prompts, and three seeds."""
-    table = result.table.copy()
-    table = table[~table["metric"].isin(["al_gain"])]
-    rows = []
+    table, rows = result.table, RowBuilder(SupervisionResult.FACTORS)
     for arm, (low, high, each) in gains.items():
-        common = {"arm": arm, "set": MEAN, "metric": "al_gain", "prompts": 10}
-        rows.append({**common, "seed": ALL, "value": (low + high) / 2, "low": low, "high": high})
-        rows += [{**common, "seed": str(seed), "value": v} for seed, v in enumerate(each)]
-    arms = {arm: dict.fromkeys("012", result.arms["none"]["1"]) for arm in ("none", *gains)}
-    return dataclasses.replace(result, table=pd.concat([table, pd.DataFrame(rows)]), arms=arms)
+        over = Estimate(*map(torch.tensor, ((low + high) / 2, low, high)))
+        for seed, one in ((ALL, over), *enumerate(each)):
+            rows.add(one, draft=f"{arm} − none", metric="al", n=10, seed=seed, blocks="")
+    kept = table[~(table["draft"].str.contains(" − ") & (table["metric"] == "al"))]
+    drafts = {arm: dict.fromkeys("012", result.drafts["none"]["1"]) for arm in ("none", *gains)}
+    return dataclasses.replace(result, table=pd.concat([kept, rows.table()]), drafts=drafts)
 
 
 def test_the_order_holds_fails_or_is_left_open(result: SupervisionResult) -> None:
@@ -306,7 +393,7 @@ def test_the_order_holds_fails_or_is_left_open(result: SupervisionResult) -> Non
         (down, wide, (LOWERS, UNDECIDED), None),
         (down, split, (LOWERS, UNDECIDED), None),
     ):
-        made = told(result, {"token-ce": ce, "cosine": cosine})
+        made = with_gains(result, {"token-ce": ce, "cosine": cosine})
         assert (made.verdict("token-ce"), made.verdict("cosine")) == verdicts
         assert made.holds() is holds
     assert result.holds() is None, "two seeds decide nothing"
@@ -314,12 +401,12 @@ def test_the_order_holds_fails_or_is_left_open(result: SupervisionResult) -> Non
 
 def test_findings_and_claim_carry_the_numbers_of_the_table(result: SupervisionResult) -> None:
     said = " ".join(result.findings())
-    gain = value(result, arm="cosine", metric="al_gain", seed=ALL, set=MEAN)
-    assert f"cosine − none: {gain:+.3f} [" in said
+    gain = value(result, draft="cosine − none", metric="al", seed=ALL, set=MEAN)
+    assert f"cosine − none: {gain:+.3f} (" in said
     assert "is not decided here" in said
     (claim,) = result.claims()
     assert claim.id == "P3" and claim.holds is None
-    assert f"({gain:+.3f} [" in claim.here
+    assert f", {gain:+.3f} (" in claim.here
     rate = "not chosen; trained at token-ce 0.01, none 0.01, cosine 0.01"
     assert ("learning rate chosen for each arm", rate, False) in claim.controls
     assert ("token-ce 0.1 in its place", "not measured", None) in claim.controls
@@ -342,8 +429,8 @@ def test_figures_have_words_and_every_arm(result: SupervisionResult) -> None:
         assert len(block.figure.data) >= len(ARMS)
         assert all(arm in block.alt for arm in ARMS if arm != "none")
         assert block.caption and len(block.table)
-    seeds = [trace for trace in plots.arms(result).figure.data if trace.text]
-    assert sorted(len(trace.y) for trace in seeds) == [1, 1, 2, 2]
+    (seeds,) = [trace for trace in plots.arms(result).figure.data if trace.text]
+    assert sorted(seeds.text) == sorted(f"{arm}, seed {s}" for arm in ARMS for s in ARMS[arm].seeds)
 
 
 def test_refusals(place: tuple[Target, Arena, Path], tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def trace_gates(
         UsageError: the draft is no DSpine, or the answer ended before a round was drafted.
     """
     with HookedDraft(draft) as hooked:
-        seen: list[list[Tensor]] = [[] for _ in gate_names(spine_of(hooked))]
+        seen: list[list[Tensor]] = [[] for _ in spine_of(hooked).blocks]
 
         def keep(layer: int) -> Any:
             def hook(gate: Float[Tensor, "block draft_slot message"], hook: HookPoint) -> None:
@@ -111,7 +111,7 @@ def trace_gates(
 
             return hook
 
-        with hooked.hooks([(name, keep(layer)) for layer, name in enumerate(gate_names(draft))]):
+        with hooked.hooks([(name, keep(layer)) for layer, name in enumerate(gate_names(len(draft.blocks)))]):
             answer = generate(target, draft, prompt_ids, max_new_tokens=max_new_tokens)
     if not answer.rounds:
         raise UsageError(

@@ -3,13 +3,13 @@
 A clamp acts at one place: the gates of one layer, those of the last write (which rank the candidates), or all of them.
 "mean" holds every channel at its mean over the arena and its slots, so what is lost is that the gate responds; "drawn"
 gives every slot the gates the same slot had on a block drawn at random, so that their spread stays and only the match
-is lost. Entry points: `clamps`, `under_clamp`.
+is lost. Entry points: `clamps`, `clamped_scores`, `clamped_rounds`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import torch
 from jaxtyping import Float
@@ -17,17 +17,24 @@ from torch import Tensor
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.utilities.statistics import derive_generator
 
-from dspine_probe.decoding.offline import Rounds, walk
-from dspine_probe.drafts import Context
+from dspine_probe.decoding.offline import simulate_rounds
 from dspine_probe.errors import UsageError
-from dspine_probe.experiments.contrast import Scores
-from dspine_probe.experiments.gates.readings import LAST_WRITE_GATE, GateReadings, outcome, spine_of
+from dspine_probe.experiments.acceptance import AcceptanceCounts, RequestCounts, count_rounds
+from dspine_probe.experiments.common.arena import Arena
+from dspine_probe.experiments.common.intervals import Scores
+from dspine_probe.experiments.common.progress import Progress
+from dspine_probe.experiments.gates.readings import (
+    LAST_WRITE_GATE,
+    GateReadings,
+    contexts,
+    gate_names,
+    outcome,
+    spine_of,
+)
 from dspine_probe.hook_checks import Hook
 from dspine_probe.hooks import HookedDraft
-from dspine_probe.training.anchors import Batch
-from dspine_probe.training.features import Sequence as Answer
 
-ALL, LAST_WRITE = "all", "last write"
+ALL, LAST_WRITE, UNTOUCHED = "all", "last write", "untouched"
 VALUES = ("0", "1", "mean", "drawn")
 
 
@@ -40,9 +47,12 @@ class Clamp:
     hooks: Sequence[tuple[str, Hook]]
 
 
+NO_CLAMP = Clamp(ALL, UNTOUCHED, ())
+
+
 @dataclass(frozen=True)
 class ClampScores:
-    """What a clamp leaves right: by unary scores, by the walk, and the label's log-probability."""
+    """What a clamp leaves right: by unary scores, by the greedy walk, and the label's log-probability."""
 
     right: Scores
     right_walked: Scores
@@ -50,7 +60,7 @@ class ClampScores:
 
 
 def clamps(readings: GateReadings, values: Sequence[str], seed: int) -> list[Clamp]:
-    """Every value at every layer, at the last write, and at all of them.
+    """No clamp, then every value at every layer, at the last write, and at all of them.
 
     Raises:
         UsageError: a value is none of `VALUES`.
@@ -58,50 +68,74 @@ def clamps(readings: GateReadings, values: Sequence[str], seed: int) -> list[Cla
     unknown = [value for value in values if value not in VALUES]
     if unknown or not values:
         raise UsageError(f"gates cannot be clamped to {unknown}; choose from {', '.join(VALUES)}.")
-    names = [f"blocks.{layer}.inject.hook_gate" for layer in range(len(readings.gates))]
-    seen: dict[str, Tensor] = dict(zip(names, readings.gates, strict=True)) | {
-        LAST_WRITE_GATE: readings.last_write
-    }
-    at = {str(layer): [name] for layer, name in enumerate(names, start=1)}
-    at |= {LAST_WRITE: [LAST_WRITE_GATE], ALL: list(seen)}
-    return [
-        Clamp(place, value, [(name, _hold(value, seen[name], seed, name)) for name in held])
-        for place, held in at.items()
+    names = gate_names(len(readings.gates))
+    seen: dict[str, Tensor] = dict(zip(names, readings.gates, strict=True))
+    seen[LAST_WRITE_GATE] = readings.last_write
+    places = {str(layer): [name] for layer, name in enumerate(names, start=1)}
+    places |= {LAST_WRITE: [LAST_WRITE_GATE], ALL: list(seen)}
+    held = (
+        Clamp(place, value, [(name, _hold(value, seen[name], seed, name)) for name in at])
+        for place, at in places.items()
         for value in values
+    )
+    return [NO_CLAMP, *held]
+
+
+def clamped_scores(
+    hooked: HookedDraft, arena: Arena, held: Sequence[Clamp], answers_per_batch: int, report: Progress
+) -> list[ClampScores]:
+    """Predictions for all blocks of the arena under each clamp; `report("clamps", blocks done, blocks)` is called."""
+    draft, done = spine_of(hooked), 0
+    parts: list[list[ClampScores]] = [[] for _ in held]
+    for batch, context in contexts(draft, arena, answers_per_batch):
+        labels = batch.tokens[batch.real.flatten(), 1:].cpu()
+        for clamp, scores in zip(held, parts, strict=True):
+            with hooked.hooks(clamp.hooks):
+                found = outcome(draft, batch, context)
+            scores.append(ClampScores(found.right, (found.walked == labels).float(), found.log_prob))
+        done += int(batch.real.sum())
+        report("clamps", done, len(arena.prompt))
+    names = [field.name for field in fields(ClampScores)]
+    return [
+        ClampScores(*(torch.cat([getattr(s, name) for s in scores]) for name in names)) for scores in parts
     ]
 
 
-def under_clamp(hooked: HookedDraft, clamp: Clamp, batch: Batch, context: Context) -> ClampScores:
-    """Predictions for a batch's real blocks while the clamp holds."""
-    with hooked.hooks(clamp.hooks):
-        found = outcome(spine_of(hooked), batch, context)
-    labels = batch.tokens[batch.real.flatten(), 1:].cpu()
-    return ClampScores(found.right, (found.walked == labels).float(), found.log_prob)
-
-
-def walk_clamped(hooked: HookedDraft, clamp: Clamp, answers: Sequence[Answer]) -> list[Rounds]:
-    """The rounds in which the clamped draft would have decoded each answer."""
-    with hooked.hooks(clamp.hooks):
-        return walk(hooked.draft, answers)
+def clamped_rounds(
+    hooked: HookedDraft,
+    arena: Arena,
+    held: Sequence[Clamp],
+    *,
+    per_set: int,
+    seed: int,
+    resamples: int,
+    report: Progress,
+) -> AcceptanceCounts:
+    """Rounds of the first `per_set` answers of every set under each clamp; "drafts" are the clamps' numbers."""
+    by_set = ([i for i, of in enumerate(arena.sets) if of == name] for name in arena.set_names)
+    chosen = [index for members in by_set for index in members[:per_set]]
+    counts: list[RequestCounts] = []
+    for number, clamp in enumerate(held):
+        with hooked.hooks(clamp.hooks):
+            rounds = simulate_rounds(hooked.draft, [arena.answers[i] for i in chosen])
+        for i, one in zip(chosen, rounds, strict=True):
+            answer = arena.answers[i].id
+            counts.append(
+                count_rounds(str(number), arena.sets[i], answer, one, stopped=False, slots=arena.slots)
+            )
+        report("walks", number + 1, len(held))
+    return AcceptanceCounts(tuple(counts), seed=seed, resamples=resamples)
 
 
 def _hold(value: str, seen: Float[Tensor, "block draft_slot *message"], seed: int, name: str) -> Hook:
     if value in ("0", "1"):
-        return _constant(float(value))
+        return lambda gate, hook: torch.full_like(gate, float(value))
     if value == "mean":
         mean = seen.flatten(0, -2).mean(0)
         return lambda gate, hook: mean.to(gate).expand_as(gate).clone()
-    return _drawn(seen, derive_generator(seed, f"drawn gates of {name}"))
+    generator = derive_generator(seed, f"drawn gates of {name}")
 
-
-def _constant(value: float) -> Callable[[Tensor, HookPoint], Tensor]:
-    return lambda gate, hook: torch.full_like(gate, value)
-
-
-def _drawn(
-    seen: Float[Tensor, "block draft_slot *message"], generator: torch.Generator
-) -> Callable[[Tensor, HookPoint], Tensor]:
-    def hook(gate: Float[Tensor, "row draft_slot *message"], hook: HookPoint) -> Tensor:
+    def drawn(gate: Float[Tensor, "row draft_slot *message"], hook: HookPoint) -> Tensor:
         return seen[torch.randint(len(seen), (len(gate),), generator=generator)].to(gate)
 
-    return hook
+    return drawn

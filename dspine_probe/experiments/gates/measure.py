@@ -12,38 +12,22 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
-import pandas as pd
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from dspine_probe.drafts import DSpine
 from dspine_probe.errors import UsageError
-from dspine_probe.experiments.acceptance import AcceptanceResult, RequestCounts, measure
-from dspine_probe.experiments.arena import Arena
-from dspine_probe.experiments.contrast import Draws
-from dspine_probe.experiments.gates.clamps import (
-    VALUES,
-    Clamp,
-    ClampScores,
-    clamps,
-    under_clamp,
-    walk_clamped,
-)
-from dspine_probe.experiments.gates.readings import GateReadings, contexts, read_gates, spine_of
-from dspine_probe.experiments.gates.result import GatesResult
-from dspine_probe.experiments.gates.table import (
-    UNTOUCHED,
-    clamp_rows,
-    correlation_rows,
-    reading_rows,
-    walk_rows,
-)
+from dspine_probe.experiments.common.arena import Arena
+from dspine_probe.experiments.common.intervals import RESAMPLES, Draws
+from dspine_probe.experiments.common.progress import Progress, silent
+from dspine_probe.experiments.common.request import NothingToMeasure, Request
+from dspine_probe.experiments.gates.clamps import VALUES, clamped_rounds, clamped_scores, clamps
+from dspine_probe.experiments.gates.readings import read_gates
+from dspine_probe.experiments.gates.table import GatesResult, GatesTable
 from dspine_probe.experiments.gates.token_kinds import kinds_of
-from dspine_probe.experiments.progress import Progress, silent
-from dspine_probe.experiments.stats import RESAMPLES
 from dspine_probe.hooks import HookedDraft
+from dspine_probe.precision import EXACT
 
 SKIPPED = {
     "other architectures": "gates are DSpine's alone",
@@ -94,83 +78,50 @@ def gates(
     config, report, began = config or GatesConfig(), on_progress or silent, time.perf_counter()
     if not drafts:
         raise UsageError("there is no draft whose gates could be read; give at least one DSpine.")
-    draws = Draws.of(arena, seed=config.seed, resamples=config.resamples)
-    rows: list[dict[str, Any]] = []
+    table = GatesTable(Draws.of(arena, seed=config.seed, resamples=config.resamples))
     for name, draft in drafts.items():
         _refuse_misfit(name, draft, arena)
+
+        def here(stage: str, done: int, total: int, name: str = name) -> None:
+            report(f"{name}: {stage}", done, total)
+
         with HookedDraft(draft) as hooked:
-            found = _read(hooked, arena, config, name, report)
-            kinds = kinds_of(tokenizer, found.labels)
+            found = read_gates(hooked, arena, answers_per_batch=config.answers_per_batch, report=here)
             held = clamps(found, config.clamps, config.seed)
-            rows += reading_rows(name, found, kinds, draws) + correlation_rows(name, found, draws)
-            rows += clamp_rows(name, _clamped(hooked, arena, held, config, name, report), draws)
+            table.add_readings(name, found, kinds_of(tokenizer, found.labels))
+            table.add_correlations(name, found)
+            scores = clamped_scores(hooked, arena, held, config.answers_per_batch, here)
+            table.add_clamps(name, held, scores)
             if config.walked_per_set:
-                rows += walk_rows(name, _walked(hooked, arena, held, config, name, report))
-    configs = {name: draft.config.to_dict() for name, draft in drafts.items()}
-    seconds = time.perf_counter() - began
-    return GatesResult(pd.DataFrame(rows), vars(config), configs, dict(arena.about), SKIPPED, seconds)
-
-
-def _read(
-    hooked: HookedDraft, arena: Arena, config: GatesConfig, name: str, report: Progress
-) -> GateReadings:
-    return read_gates(
-        hooked,
-        arena,
-        answers_per_batch=config.answers_per_batch,
-        on_batch=lambda done, total: report(f"{name}: gates", done, total),
+                rounds = clamped_rounds(
+                    hooked,
+                    arena,
+                    held,
+                    per_set=config.walked_per_set,
+                    seed=config.seed,
+                    resamples=config.resamples,
+                    report=here,
+                )
+                table.add_rounds(name, held, rounds)
+    return GatesResult(
+        table.rows.table(),
+        config=vars(config) | EXACT.record(),
+        drafts={name: draft.config.to_dict() for name, draft in drafts.items()},
+        data={**arena.about, "answers": len(arena.answers), "skipped": SKIPPED},
+        seconds=time.perf_counter() - began,
     )
 
 
-def _clamped(
-    hooked: HookedDraft,
-    arena: Arena,
-    held: list[Clamp],
-    config: GatesConfig,
-    name: str,
-    report: Progress,
-) -> dict[tuple[str, str], ClampScores]:
-    """Every clamp on every block; a batch's context is encoded once for all of them."""
-    untouched = Clamp(UNTOUCHED, UNTOUCHED, ())
-    parts: dict[tuple[str, str], list[ClampScores]] = {}
-    done = 0
-    for batch, context in contexts(spine_of(hooked), arena, config.answers_per_batch):
-        for clamp in [untouched, *held]:
-            scores = under_clamp(hooked, clamp, batch, context)
-            parts.setdefault((clamp.place, clamp.value), []).append(scores)
-        done += int(batch.real.sum())
-        report(f"{name}: clamps", done, len(arena.prompt))
-    fields = ClampScores.__dataclass_fields__
-    return {
-        at: ClampScores(**{field: torch.cat([getattr(s, field) for s in scores]) for field in fields})
-        for at, scores in parts.items()
-    }
-
-
-def _walked(
-    hooked: HookedDraft,
-    arena: Arena,
-    held: list[Clamp],
-    config: GatesConfig,
-    name: str,
-    report: Progress,
-) -> AcceptanceResult:
-    """Rounds of the same answers under every clamp; a clamp is a "draft" of the acceptance result."""
-    chosen = [
-        index
-        for set_name in arena.set_names
-        for index in [i for i, of in enumerate(arena.sets) if of == set_name][: config.walked_per_set]
-    ]
-    answers, slots = [arena.answers[i] for i in chosen], arena.slots
-    counts: list[RequestCounts] = []
-    conditions = [Clamp(UNTOUCHED, UNTOUCHED, ()), *held]
-    for done, clamp in enumerate(conditions, start=1):
-        label = UNTOUCHED if clamp.place == UNTOUCHED else f"{clamp.place}: {clamp.value}"
-        rounds = walk_clamped(hooked, clamp, answers)
-        for i, answer, one in zip(chosen, answers, rounds, strict=True):
-            counts.append(measure(label, arena.sets[i], answer.id, one, stopped=False, slots=slots))
-        report(f"{name}: walks", done, len(conditions))
-    return AcceptanceResult(tuple(counts), seed=config.seed, resamples=config.resamples)
+def run(request: Request, config: GatesConfig) -> GatesResult:
+    """Measure the drafts of a request, all of which must have gates."""
+    without = [name for name, draft in request.drafts.items() if not isinstance(draft, DSpine)]
+    if without:
+        raise NothingToMeasure(f"the draft {without[0]!r} has no gates; name drafts of the kind dspine.")
+    assert request.target.tokenizer is not None
+    drafts = cast("Mapping[str, DSpine]", request.drafts)
+    return gates(
+        drafts, request.arena, request.target.tokenizer, config=config, on_progress=request.on_progress
+    )
 
 
 def _refuse_misfit(name: str, draft: DSpine, arena: Arena) -> None:

@@ -18,8 +18,9 @@ from transformer_lens.hook_points import HookPoint
 
 from dspine_probe.drafts import Context, DSpine
 from dspine_probe.errors import UsageError
-from dspine_probe.experiments.arena import Arena
-from dspine_probe.experiments.contrast import Scores
+from dspine_probe.experiments.common.arena import Arena
+from dspine_probe.experiments.common.intervals import Scores
+from dspine_probe.experiments.common.progress import Progress, silent
 from dspine_probe.experiments.patching import Blocks, Site, sweep
 from dspine_probe.hooks import HookedDraft
 from dspine_probe.training.anchors import Batch
@@ -67,19 +68,15 @@ class Outcome:
     walked: Int[Tensor, "block draft_slot"]
 
 
-def gate_names(draft: DSpine) -> list[str]:
+def gate_names(layers: int) -> list[str]:
     """The gates of layers 1…L."""
-    return [f"blocks.{layer}.inject.hook_gate" for layer in range(len(draft.blocks))]
+    return [f"blocks.{layer}.inject.hook_gate" for layer in range(layers)]
 
 
 def read_gates(
-    hooked: HookedDraft,
-    arena: Arena,
-    *,
-    answers_per_batch: int = 8,
-    on_batch: Callable[[int, int], None] | None = None,
+    hooked: HookedDraft, arena: Arena, *, answers_per_batch: int = 8, report: Progress = silent
 ) -> GateReadings:
-    """Read one DSpine over the whole arena; `on_batch(blocks done, blocks in all)` reports.
+    """Read one DSpine over the whole arena; `report("gates", blocks done, blocks in all)` is called.
 
     Raises:
         UsageError: the draft is no DSpine.
@@ -88,8 +85,7 @@ def read_gates(
     for batch, context in contexts(draft, arena, answers_per_batch):
         parts.append(_read_batch(hooked, draft, batch, context))
         done += len(parts[-1].right)
-        if on_batch is not None:
-            on_batch(done, len(arena.prompt))
+        report("gates", done, len(arena.prompt))
     axis = {"gates": 1, "written": 1, "gain": 1}
     names = GateReadings.__dataclass_fields__
     return GateReadings(**{n: torch.cat([getattr(p, n) for p in parts], axis.get(n, 0)) for n in names})
@@ -119,18 +115,18 @@ def outcome(draft: DSpine, batch: Batch, context: Context) -> Outcome:
 
 
 def _read_batch(hooked: HookedDraft, draft: DSpine, batch: Batch, context: Context) -> GateReadings:
-    layers = range(len(draft.blocks))
+    layers, gates = range(len(draft.blocks)), gate_names(len(draft.blocks))
     real, labels = batch.real.flatten(), batch.tokens[:, 1:]
     writes = [f"blocks.{layer}.inject.hook_out" for layer in layers]
     streams = [f"blocks.{layer}.hook_resid_post" for layer in layers]
-    cache, caching, _ = hooked.get_caching_hooks([*gate_names(draft), LAST_WRITE_GATE, *writes, *streams])
+    cache, caching, _ = hooked.get_caching_hooks([*gates, LAST_WRITE_GATE, *writes, *streams])
     with hooked.hooks(caching):
         found = outcome(draft, batch, context)
     pairs = zip(writes, streams, strict=True)
     written = [cache[write].norm(dim=-1) / cache[stream][:, 1:].norm(dim=-1) for write, stream in pairs]
     alone = _without_own_injection(hooked, draft, batch, context)[:, real].cpu()
     return GateReadings(
-        gates=torch.stack([cache[name][real] for name in gate_names(draft)]).cpu(),
+        gates=torch.stack([cache[name][real] for name in gates]).cpu(),
         last_write=cache[LAST_WRITE_GATE][real].cpu(),
         written=torch.stack(written)[:, real].cpu(),
         right=found.right,

@@ -1,7 +1,7 @@
-"""What the true predecessor is worth, told at each depth. Entry points: `train_injectors`, `injection_depth`."""
+"""What the true predecessor is worth, injected at each depth. Entry points: `train_injectors`, `injection_depth`."""
 
 from dspine_probe.experiments.injection_depth.measure import InjectionConfig, injection_depth
-from dspine_probe.experiments.injection_depth.plan import InjectionPlan
+from dspine_probe.experiments.injection_depth.objective import InjectionPlan
 from dspine_probe.experiments.injection_depth.result import InjectionDepthResult
 from dspine_probe.experiments.injection_depth.store import InjectorSet, shipped_injectors
 from dspine_probe.experiments.injection_depth.training import train_injectors

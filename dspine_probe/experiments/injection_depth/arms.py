@@ -19,25 +19,25 @@ from torch import Tensor, nn
 
 from dspine_probe.drafts import Draft
 from dspine_probe.errors import UsageError
-from dspine_probe.experiments.injection_depth.block_pass import BlockPass, Sites
+from dspine_probe.experiments.injection_depth.blocks import BlockPass, Sites
 from dspine_probe.experiments.injection_depth.injectors import (
     NOISE,
     RANDOM,
     TRANSFER,
     CodeInjector,
     Codes,
-    ExtraBlocks,
+    ExtraLayers,
     ExtraMLP,
     MarkovHead,
 )
-from dspine_probe.training.anchors import Batch
 
 ALL = "all"
-MLP, BLOCKS, MARKOV = "mlp", "blocks", "markov"
+MLP, LAYERS, MARKOV = "mlp", "layers", "markov"
 DEPTHS, CODES, LATE, RELIABILITY, LEAK, UNFROZEN = (
     "depths", "codes", "late", "reliability", "leak", "unfrozen",
 )  # fmt: skip
 GROUPS = (DEPTHS, CODES, LATE, RELIABILITY, LEAK, UNFROZEN)
+_LATE: dict[str, type[ExtraMLP] | type[ExtraLayers]] = {MLP: ExtraMLP, LAYERS: ExtraLayers}
 UNRELIABLE = (0.0, 0.5, 0.75)
 """Shares of true codes below one in the reliability sweep."""
 
@@ -48,7 +48,7 @@ class Arm:
 
     depth: 0 (block embedding) … L (after the last layer), or "all".
     code: TRANSFER, RANDOM or NOISE.
-    late: MLP or BLOCKS behind the last layer, or MARKOV in place of an injector.
+    late: MLP or LAYERS behind the last layer, or MARKOV in place of an injector.
     reliability: share of sites whose code is the true predecessor's in training; the rest get the draft's own guess.
     unfrozen: the whole draft is trained along.
     leak: all slots of a bidirectional block at once, to show the fault.
@@ -130,7 +130,7 @@ def arms_of(
     every = {
         DEPTHS: tuple(Arm(depth) for depth in depths),
         CODES: tuple(Arm(depth, code=code) for code in (RANDOM, NOISE) for depth in two),
-        LATE: tuple(Arm(layers, late=late) for late in (MARKOV, MLP, BLOCKS)),
+        LATE: tuple(Arm(layers, late=late) for late in (MARKOV, MLP, LAYERS)),
         RELIABILITY: tuple(Arm(depth, reliability=share) for share in UNRELIABLE for depth in two),
         LEAK: () if draft.config.is_causal else tuple(Arm(depth, leak=True) for depth in two),
         UNFROZEN: tuple(Arm(depth, unfrozen=True) for depth in two),
@@ -146,7 +146,7 @@ class ArmModule(nn.Module):
         arm: Arm,
         injector: CodeInjector | None,
         *,
-        after: ExtraMLP | ExtraBlocks | None = None,
+        after: ExtraMLP | ExtraLayers | None = None,
         markov: MarkovHead | None = None,
         own: Draft | None = None,
     ) -> None:
@@ -164,11 +164,11 @@ class ArmModule(nn.Module):
         """Pretrained or very wide parts: the draft itself and what stands behind its last layer."""
         return [p for part in (self.after, self.own) if part is not None for p in part.parameters()]
 
-    def blocks(self, shared: BlockPass, batch: Batch) -> BlockPass:
+    def pass_over(self, shared: BlockPass) -> BlockPass:
         """The pass this arm builds on: the frozen draft's, or its own as far as it is needed."""
         if self.own is None:
             return shared
-        return BlockPass.of(self.own, batch, depth=self.arm.depths(len(self.own.blocks))[0])
+        return BlockPass.of(self.own, shared.batch, depth=self.arm.depths(len(self.own.blocks))[0])
 
     def forward(
         self,
@@ -177,18 +177,16 @@ class ArmModule(nn.Module):
         predecessors: Int[Tensor, "site"],
         codes: Float[Tensor, "site rank"],
     ) -> Float[Tensor, "site draft_vocab"]:
-        """Scores at the sites when they are told `predecessors`, whose codes are `codes`."""
+        """Scores at the sites when they are given `predecessors`, whose codes are `codes`."""
         if self.markov is not None:
             return blocks.scores(sites.of(blocks.stream[-1])) + self.markov(predecessors)
         assert self.injector is not None
         last = len(blocks.draft.blocks)
         depths = self.arm.depths(last)
         x = blocks.stream[depths[0]]
-        for depth in range(depths[0], last + 1):
-            if depth in depths:
-                x = sites.put(x, self.injector(sites.of(x), codes))
-            if depth < last:
-                x = blocks.layer(depth, x)
+        for depth, following in zip(depths, (*depths[1:], last), strict=True):
+            x = sites.put(x, self.injector(sites.of(x), codes))
+            x = blocks.layers(x, depth, following)
         if self.after is not None:
             x = self.after(x, blocks, sites)
         return blocks.scores(sites.of(x))
@@ -206,7 +204,7 @@ def build(arm: Arm, draft: Draft, codes: Codes, *, message: int, seed: int) -> A
             module = ArmModule(
                 arm,
                 CodeInjector(codes.basis.cpu(), message),
-                after=_after(arm, draft, layers - 1),
+                after=None if arm.late is None else _LATE[arm.late](draft, layers - 1),
                 own=_trainable(draft) if arm.unfrozen else None,
             )
     return module.to(draft.head.device)
@@ -224,9 +222,3 @@ def _trainable(draft: Draft) -> Draft:
         parameter.data = parameter.data.float()
         parameter.requires_grad_(True)
     return own
-
-
-def _after(arm: Arm, draft: Draft, layers: int) -> ExtraMLP | ExtraBlocks | None:
-    if arm.late is None:
-        return None
-    return ExtraMLP(draft, layers) if arm.late == MLP else ExtraBlocks(draft, layers)

@@ -2,7 +2,7 @@
 
 `CodeInjector` has DSpine's form (arXiv 2609.36173): h ← h + ‖h‖/√D · W(σ(G_r f + G_p m + b) ⊙ M m), where m = √r · e is
 the code of the predecessor and f the receiver's own feature. Its write starts at zero, so an untrained injector changes
-nothing; gates start near one half. `ExtraMLP` and `ExtraBlocks` give late injection the compute that it skips,
+nothing; gates start near one half. `ExtraMLP` and `ExtraLayers` give late injection the compute that it skips,
 `MarkovHead` adds a low-rank bigram bias to the scores (DSpark, arXiv 2607.05147). All three start as no change, too.
 `Codes` holds the vectors that are injected.
 """
@@ -20,8 +20,8 @@ from torch.nn import functional as F
 from transformer_lens.utilities.statistics import derive_generator
 
 from dspine_probe.drafts import Draft
-from dspine_probe.drafts.layers import Block, RMSNorm, rotary_tables
-from dspine_probe.experiments.injection_depth.block_pass import BlockPass, Sites
+from dspine_probe.drafts.layers import DraftLayer, RMSNorm, rotary_tables
+from dspine_probe.experiments.injection_depth.blocks import BlockPass, Sites
 from dspine_probe.transfer import TransferSpace
 
 TRANSFER, RANDOM, NOISE = "transfer", "random", "noise"
@@ -111,7 +111,7 @@ class ExtraMLP(nn.Module):
         return sites.put(x, h + self.down(F.silu(self.up(self.norm(h)))).to(h.dtype))
 
 
-class ExtraBlocks(nn.Module):
+class ExtraLayers(nn.Module):
     """Copies of the draft's last layer behind it, each faded in by a learned scalar from zero.
 
     A plain copy would first spoil what the frozen layers made; faded in, training starts from late injection alone.
@@ -119,20 +119,20 @@ class ExtraBlocks(nn.Module):
 
     def __init__(self, draft: Draft, layers: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(copy.deepcopy(draft.blocks[-1]).float() for _ in range(layers))
+        self.layers = nn.ModuleList(copy.deepcopy(draft.blocks[-1]).float() for _ in range(layers))
         self.fade = nn.Parameter(torch.zeros(layers))
         self.requires_grad_(True)
 
     def forward(
         self, x: Float[Tensor, "block slot d_model"], blocks: BlockPass, sites: Sites
     ) -> Float[Tensor, "block slot d_model"]:
-        draft = blocks.draft
-        feature = draft.hidden_norm(draft.fc(blocks.taps))
+        draft, inputs = blocks.draft, blocks.inputs
+        feature = draft.hidden_norm(draft.fc(blocks.batch.taps.to(draft.fc.weight.dtype)))
         positions = torch.arange(feature.shape[1], device=feature.device)
         tables = rotary_tables(positions, draft.config.head_dim, draft.config.rope_theta, feature.dtype)
-        for block, fade in zip(self.blocks, self.fade, strict=True):
-            keys, values = cast(Block, block).attn.context_kv(feature, tables)
-            after = block(x, keys, values, blocks.rotary, blocks.bias)
+        for layer, fade in zip(self.layers, self.fade, strict=True):
+            keys, values = cast(DraftLayer, layer).attn.context_kv(feature, tables)
+            after = layer(x, keys, values, inputs.rotary, inputs.bias)
             x = x + fade.to(x.dtype) * (after - x)
         return x
 

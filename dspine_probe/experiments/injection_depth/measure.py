@@ -1,11 +1,9 @@
-"""Does the true predecessor help its successor more when it is told early in the draft than late?
+"""Does the true predecessor help its successor more when it is injected early in the draft than late?
 
-The trained injectors of `training.py` stand at one depth each of a frozen draft and are told the same thing:
-the transfer code of the true token one slot before. In a bidirectional block each slot is injected and scored alone,
-because its neighbour would read its own label otherwise; in a causal block all slots are injected at once. Every
-condition sees the same blocks, so all differences are paired.
-
-Entry point: `injection_depth`. The table and what it says are in `result.py`.
+The trained injectors stand at one depth each of a frozen draft and all receive the same thing: the transfer code of
+the true token one slot before. In a bidirectional block each slot is injected and scored alone, because its neighbour
+would read its own label otherwise; in a causal block all slots are injected at once. Every condition sees the same
+blocks, so all differences are paired. Entry point: `injection_depth`.
 """
 
 from __future__ import annotations
@@ -14,47 +12,55 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from os.path import commonprefix
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from dspine_probe.drafts import Draft
 from dspine_probe.errors import UsageError
-from dspine_probe.experiments.arena import Arena
-from dspine_probe.experiments.contrast import Draws, Scores
+from dspine_probe.experiments.common.arena import Arena
+from dspine_probe.experiments.common.intervals import Draws, Scores
+from dspine_probe.experiments.common.progress import Progress, silent
+from dspine_probe.experiments.common.records import plain
 from dspine_probe.experiments.injection_depth.arms import MARKOV, Arm, ArmModule, build
-from dspine_probe.experiments.injection_depth.block_pass import FIRST_SLOT, refuse_leak
-from dspine_probe.experiments.injection_depth.reading import Question
-from dspine_probe.experiments.injection_depth.result import SKIPPED, InjectionDepthResult
+from dspine_probe.experiments.injection_depth.blocks import (
+    FIRST_SLOT,
+    refuse_leak,
+)
+from dspine_probe.experiments.injection_depth.question import Question, SiteScores
+from dspine_probe.experiments.injection_depth.result import InjectionDepthResult
 from dspine_probe.experiments.injection_depth.store import InjectorSet
 from dspine_probe.experiments.injection_depth.table import (
-    FLOOR,
+    FLOOR_CONDITION,
     NO_OP,
-    NOTHING,
     RANK_2,
     TRUE,
     Condition,
     mixed,
     tabulate,
 )
-from dspine_probe.experiments.progress import Progress, silent
-from dspine_probe.experiments.results import plain
-from dspine_probe.precision import fast_matmul
+from dspine_probe.precision import Precision
 from dspine_probe.target import Target
 from dspine_probe.training.anchors import Batch
 
-Found = dict[Condition, Scores]
+SKIPPED = {
+    "held-out token types": "labels are the target's own tokens; injectors are scored on held-out prompts, not types",
+    "decoding": "true predecessors are not known when drafting, so no acceptance length belongs to these arms",
+    "training from scratch": "unfrozen arms go on from the same trained draft, since a draft a depth is out of budget",
+}
+_FREE = ("seed", "save_every", "log_every")
+"""In what the training records of one family's seeds may differ."""
 
 
 @dataclass(frozen=True)
 class InjectionConfig:
     """What is measured.
 
-    shares: reliabilities below one at which the injectors trained on true codes are told the draft's own guess
+    shares: reliabilities below one at which the injectors trained on true codes receive the draft's own guess
         otherwise.
-    fast: the arms of every depth alone, told the true token or the target's second choice; no other arm, no sweep.
+    fast: the arms of every depth alone, with the true token or the target's second choice; no other arm, no sweep.
     """
 
     shares: tuple[float, ...] = (0.0, 0.5, 0.75)
@@ -76,16 +82,18 @@ def injection_depth(
     arena: Arena,
     *,
     config: InjectionConfig | None = None,
+    precision: Precision | None = None,
     on_progress: Progress | None = None,
 ) -> InjectionDepthResult:
     """Score every trained arm of each draft on the arena.
 
     Args:
-        drafts: by name; names that differ in a number at the end ("dflash-0", "dflash-1") are seeds of one draft and
-            are averaged besides being reported one by one.
+        drafts: by name; those whose own records differ in the seed alone are averaged besides being reported one by
+            one.
         injectors: of each draft, under the same name.
         target: gives the second choice that a wrong code stands for.
         arena: held-out blocks of the drafts' width.
+        precision: by default what `auto` gives.
         on_progress: called with (draft, answers done, answers in all).
 
     Raises:
@@ -93,22 +101,43 @@ def injection_depth(
     """
     config = config or InjectionConfig()
     _check(drafts, injectors, arena)
+    precision = precision or Precision.resolve("auto", target.device)
     began = time.perf_counter()
     draws = Draws.of(arena, seed=config.seed, resamples=config.resamples)
     found = {}
-    with fast_matmul(), torch.no_grad():
+    with precision.matmul(), torch.no_grad():
         for name, draft in drafts.items():
             reader = _Reader(draft, injectors[name], target, config)
-            tell = partial(on_progress or silent, name)
-            found[name] = reader.all(arena, tell)
+            found[name] = reader.all(arena, partial(on_progress or silent, name))
+    family = families(drafts)
     layers = next(iter(drafts.values())).config.num_hidden_layers
     return InjectionDepthResult(
-        table=tabulate(found, draws, layers),
-        config=plain(config),
-        drafts={name: _about(drafts[name], injectors[name]) for name in drafts},
+        table=tabulate(found, family, draws, layers),
+        config=plain(config) | precision.record(),
+        drafts={name: _about(draft, injectors[name], family[name]) for name, draft in drafts.items()},
         data=plain({**arena.about, "skipped": SKIPPED}),
         seconds=time.perf_counter() - began,
     )
+
+
+def families(drafts: Mapping[str, Draft]) -> dict[str, str]:
+    """The family of every draft: those whose training records differ in the seed alone share one.
+
+    A draft that has no such record, or no sibling, is a family by its own name. Families are called by what the
+    members' names begin with.
+    """
+    groups: dict[str, list[str]] = {}
+    for name, draft in drafts.items():
+        recipe = {key: value for key, value in draft.training_record.items() if key not in _FREE}
+        key = str(sorted(recipe.items())) if "seed" in draft.training_record else name
+        groups.setdefault(key, []).append(name)
+    found: dict[str, str] = {}
+    for names in groups.values():
+        family = commonprefix(names).rstrip("-_/ 0123456789") if len(names) > 1 else names[0]
+        if len(names) > 1 and (not family or family in drafts):
+            family = f"mean of {', '.join(names)}"
+        found |= dict.fromkeys(names, family)
+    return {name: found[name] for name in drafts}
 
 
 class _Reader:
@@ -120,56 +149,47 @@ class _Reader:
         self.modules = [m for m in injectors.modules.values() if not config.fast or _plain(m.arm)]
         self.no_op = build(Arm(1), draft, injectors.codes, message=injectors.message, seed=0)
 
-    def all(self, arena: Arena, on_answers: Callable[[int, int], None]) -> Found:
+    def all(self, arena: Arena, on_answers: Callable[[int, int], None]) -> dict[Condition, Scores]:
         """Whether each slot of each block is right (0 or 1, NaN in slot 1), by condition."""
         parts: dict[Condition, list[Tensor]] = {}
         done = 0
         for number, batch in enumerate(arena.batches(answers_per_batch=self.config.answers_per_batch)):
             batch = batch.to(self.draft.head.device)
-            for condition, scores in self._batch(batch, number):
-                parts.setdefault(condition, []).append(_padded(scores, batch))
+            ask = Question(self.draft, batch, self.injectors, self.target, self.config.seed, number)
+            for condition, hits in self._batch(ask):
+                parts.setdefault(condition, []).append(_padded(hits, batch))
             done += len(batch.anchors)
             on_answers(done, len(arena.answers))
         return {condition: torch.cat(rows) for condition, rows in parts.items()}
 
-    def _batch(self, batch: Batch, number: int) -> Iterator[tuple[Condition, Float[Tensor, "site"]]]:
-        ask = Question.of(
-            self.draft,
-            batch,
-            self.injectors.codes,
-            self.target,
-            all_slots=self.injectors.all_slots,
-            seed=self.config.seed,
-            number=number,
-        )
-        yield Condition(FLOOR, None, NOTHING), _right(ask.floor(), ask)
-        yield Condition(NO_OP, 1, TRUE), _right(ask.answer(self.no_op, ask.true), ask)
+    def _batch(self, ask: Question) -> Iterator[tuple[Condition, SiteScores]]:
+        yield FLOOR_CONDITION, ask.floor()
+        yield Condition(NO_OP, 1, TRUE), ask.right(self.no_op, ask.true)
         for module in self.modules:
-            yield from self._told(ask, module)
+            yield from self._arm(ask, module)
 
-    def _told(self, ask: Question, module: ArmModule) -> Iterator[tuple[Condition, Float[Tensor, "site"]]]:
-        """One arm with everything that it is told."""
+    def _arm(self, ask: Question, module: ArmModule) -> Iterator[tuple[Condition, SiteScores]]:
+        """One arm with everything that it receives."""
         arm = module.arm
         if arm.reliability < 1:
-            yield Condition.of(arm, mixed(arm.reliability)), self._mixed(ask, module, arm.reliability)
+            yield Condition.of(arm, mixed(arm.reliability)), ask.right(module, ask.mixture(arm.reliability))
             return
-        true = _right(ask.answer(module, ask.true), ask)
+        true = ask.right(module, ask.true)
         yield Condition.of(arm), true
         if _plain(arm) or arm.late == MARKOV:
-            yield Condition.of(arm, RANK_2), _right(ask.answer(module, ask.second), ask)
+            yield Condition.of(arm, RANK_2), ask.right(module, ask.second)
         if not _plain(arm) or self.config.fast:
             return
         # Sites that are injected alone need no run for each share: what they say depends on their own code only.
         alone = self.config.shares and not self.injectors.all_slots
-        guessed = _right(ask.answer(module, ask.guess), ask) if alone else None
+        guessed = ask.right(module, ask.guess) if alone else None
         for share in self.config.shares:
-            if guessed is None:
-                yield Condition.of(arm, mixed(share)), self._mixed(ask, module, share)
-            else:
-                yield Condition.of(arm, mixed(share)), torch.where(ask.chance < share, true, guessed)
-
-    def _mixed(self, ask: Question, module: ArmModule, share: float) -> Float[Tensor, "site"]:
-        return _right(ask.answer(module, ask.mixture(share)), ask)
+            mixture = (
+                ask.right(module, ask.mixture(share))
+                if guessed is None
+                else torch.where(ask.chance < share, true, guessed)
+            )
+            yield Condition.of(arm, mixed(share)), mixture
 
 
 def _plain(arm: Arm) -> bool:
@@ -177,12 +197,7 @@ def _plain(arm: Arm) -> bool:
     return arm == Arm(arm.depth)
 
 
-def _right(scores: Float[Tensor, "site draft_vocab"], ask: Question) -> Float[Tensor, "site"]:
-    """1 where the best-scored token is the label; a label that the draft cannot propose is never met."""
-    return (scores.argmax(dim=-1) == ask.labels).float()
-
-
-def _padded(hits: Float[Tensor, "site"], batch: Batch) -> Scores:
+def _padded(hits: SiteScores, batch: Batch) -> Scores:
     """Rows of the real blocks, slot 1 unmeasured."""
     rows = hits.view(len(batch.tokens), -1)
     rows = torch.cat([rows.new_full((len(rows), FIRST_SLOT - 1), float("nan")), rows], dim=1)
@@ -207,14 +222,19 @@ def _check(drafts: Mapping[str, Draft], injectors: Mapping[str, InjectorSet], ar
             )
 
 
-def _about(draft: Draft, injectors: InjectorSet) -> dict[str, Any]:
-    config = draft.config
-    kept = ("rate", "trials", "held_out", "parameters", "plan")
+def _about(draft: Draft, injectors: InjectorSet, family: str) -> dict[str, Any]:
+    config, unsaid = draft.config, ("arm", "losses")
+    arms = {
+        name: {key: value for key, value in record.items() if key not in unsaid}
+        for name, record in injectors.records.items()
+    }
     return {
         "architecture": config.architecture,
+        "family": family,
+        "seed": draft.training_record.get("seed"),
         "layers": config.num_hidden_layers,
         "causal": config.is_causal,
         "all_slots": injectors.all_slots,
         "rank": injectors.codes.rank,
-        "arms": {name: {k: record[k] for k in kept} for name, record in injectors.records.items()},
+        "arms": arms,
     }

@@ -1,9 +1,8 @@
 """What supervising intermediate layers does. Entry points: `train_arms`, `supervision`."""
 
 from dspine_probe.experiments.supervision.arms import (
-    Arm,
-    ArmRun,
     ArmsPlan,
+    SupervisionArm,
     headline_arms,
     rates_tried,
     train_arms,
@@ -12,11 +11,12 @@ from dspine_probe.experiments.supervision.arms import (
 )
 from dspine_probe.experiments.supervision.measure import SupervisionConfig, supervision
 from dspine_probe.experiments.supervision.result import SupervisionResult
+from dspine_probe.experiments.supervision.runs import ArmRun
 
 __all__ = [
-    "Arm",
     "ArmRun",
     "ArmsPlan",
+    "SupervisionArm",
     "SupervisionConfig",
     "SupervisionResult",
     "headline_arms",

@@ -18,21 +18,19 @@ import torch
 from dspine_probe.drafts import DFlash
 from dspine_probe.drafts.checkpoint import load_draft
 from dspine_probe.errors import UsageError
-from dspine_probe.experiments.arena import Arena
-from dspine_probe.experiments.contrast import Draws
-from dspine_probe.experiments.progress import Progress
-from dspine_probe.experiments.stats import RESAMPLES
-from dspine_probe.experiments.supervision.arms import ArmRun, Runs
-from dspine_probe.experiments.supervision.logs import curve, refuse_unlike
+from dspine_probe.experiments.common.arena import Arena
+from dspine_probe.experiments.common.intervals import RESAMPLES, Draws
+from dspine_probe.experiments.common.progress import Progress, silent
 from dspine_probe.experiments.supervision.readings import (
     ArmReadings,
     OwnReadouts,
     RoundCounts,
-    count_rounds,
+    arena_rounds,
     read_arm,
 )
-from dspine_probe.experiments.supervision.result import BASE, SupervisionResult
-from dspine_probe.experiments.supervision.table import Measured, tabulate
+from dspine_probe.experiments.supervision.result import SupervisionResult
+from dspine_probe.experiments.supervision.runs import ArmRun, Runs, curve, refuse_unlike
+from dspine_probe.experiments.supervision.table import BASE, Measured, tabulate
 from dspine_probe.target import Target
 from dspine_probe.training.intermediate import load_readouts
 from dspine_probe.transfer import TransferSpace, codes_from_projection
@@ -78,26 +76,25 @@ def supervision(
     """
     _refuse(runs, arena)
     settings = {arm: {seed: run.settings() for seed, run in of.items()} for arm, of in runs.items()}
-    refuse_unlike(runs, settings)
-    began, done, total = time.monotonic(), 0, sum(map(len, runs.values()))
+    refuse_unlike(settings)
+    began, total = time.monotonic(), sum(map(len, runs.values()))
     space = TransferSpace.fit(target.head, config.rank or target.hidden_size // 3)
     measured: list[Measured] = []
     for arm, by_seed in runs.items():
         for seed, run in by_seed.items():
-            plan = settings[arm][seed]["plan"]
-            rounds, readings = _measure(target, run, plan["supervision_arm"], arena, space, config.seed)
-            rows = tuple(curve(run, settings[arm][seed]["training"]["clip"]))
-            measured.append(Measured(arm, seed, rounds, readings, rows))
-            done += 1
-            if on_progress is not None:
-                on_progress(DRAFTS, done, total)
+            found = settings[arm][seed]
+            supervised = found["plan"]["supervision_arm"]
+            rounds, readings = _measure(target, run, supervised, arena, space, config.seed)
+            points = tuple(curve(run, found["training"]["clip"]))
+            measured.append(Measured(arm, seed, rounds, readings, points))
+            (on_progress or silent)(DRAFTS, len(measured), total)
     draws = Draws.of(arena, seed=config.seed, resamples=config.resamples)
     return SupervisionResult(
         tabulate(measured, arena, draws),
-        {"config": config, "rank": space.rank, "rates": dict(rates or {}), "skipped": SKIPPED},
-        {arm: {str(seed): found for seed, found in of.items()} for arm, of in settings.items()},
-        {**arena.about, "rows": len(arena.prompt) * arena.slots},
-        time.monotonic() - began,
+        config={**vars(config), "rank": space.rank, "rates": dict(rates or {}), "skipped": SKIPPED},
+        drafts={arm: {str(seed): found for seed, found in of.items()} for arm, of in settings.items()},
+        data={**arena.about, "answers": len(arena.answers), "rows": len(arena.prompt) * arena.slots},
+        seconds=time.monotonic() - began,
     )
 
 
@@ -116,7 +113,7 @@ def _measure(
         codes_from_projection(target.head, space.mean, space.basis) if arm == "cosine-unwhitened" else codes
     )
     own = OwnReadouts(weights, aimed) if weights else None
-    return count_rounds(draft, arena), read_arm(draft, arena, space, codes, own, seed=seed)
+    return arena_rounds(draft, arena), read_arm(draft, arena, space, codes, own, seed=seed)
 
 
 def _refuse(runs: Runs, arena: Arena) -> None:

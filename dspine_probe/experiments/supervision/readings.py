@@ -1,7 +1,7 @@
 """What one draft of the supervision experiment shows on the arena: hits, codes in its residual stream, and its rank.
 
 The stream after layers 1…L of a DFlash is read at every draft slot of every block, once. `read_arm` is the entry; the
-acceptance of real rounds is counted by `count_rounds`.
+acceptance of real rounds is counted by `arena_rounds`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from dspine_probe.decoding.offline import walk
+from dspine_probe.decoding.offline import simulate_rounds
 from dspine_probe.drafts import DFlash
-from dspine_probe.experiments.arena import Arena
-from dspine_probe.experiments.contrast import Scores
+from dspine_probe.experiments.common.arena import Arena
+from dspine_probe.experiments.common.intervals import Scores
 from dspine_probe.transfer import TransferSpace
 
 OWN, FIXED, FITTED = "own readout", "principal directions", "fitted readout"
@@ -61,9 +61,9 @@ class RoundCounts:
     passed: Float[Tensor, "answer draft_slot"]
 
 
-def count_rounds(draft: DFlash, arena: Arena) -> RoundCounts:
+def arena_rounds(draft: DFlash, arena: Arena) -> RoundCounts:
     """Rounds of exact greedy decoding of all the arena's answers (`decoding.offline`)."""
-    found = walk(draft, arena.answers)
+    found = simulate_rounds(draft, arena.answers)
     slots = torch.arange(1, draft.config.num_slots + 1)
     reached, passed = [], []
     for one in found:
@@ -104,29 +104,21 @@ def read_arm(
     other = wanted[torch.randperm(len(wanted), generator=generator)]
     by_reader: dict[str, list[Tensor]] = {name: [] for name in READERS}
     for layer, stream in enumerate(streams):
-        by_reader[OWN].append(_own_cosine(stream, layer, labels, own))
-        fixed, fitted = stream @ space.basis, _fitted(stream, wanted, arena.prompt)
+        if own is None or layer >= len(own.weights):
+            by_reader[OWN].append(torch.full(labels.shape, torch.nan))
+        else:
+            read = stream @ own.weights[layer].T
+            by_reader[OWN].append(F.cosine_similarity(read, own.codes[labels], dim=-1))
+        fixed, (fitted, mean) = stream @ space.basis, fitted_readout(stream, wanted, arena.prompt)
         for suffix, codes_of in (("", wanted), (SHUFFLED, other)):
             by_reader[FIXED + suffix].append(F.cosine_similarity(fixed, codes_of, dim=-1))
-            by_reader[FITTED + suffix].append(fitted.cosine(codes_of))
+            by_reader[FITTED + suffix].append(F.cosine_similarity(fitted, codes_of - mean, dim=-1))
     return ArmReadings(
         correct,
         {name: torch.stack(found) for name, found in by_reader.items()},
         torch.stack([effective_rank(_unit_rms(stream).flatten(0, 1)) for stream in streams]),
         torch.stack([effective_rank(stream.flatten(0, 1)) for stream in streams]),
     )
-
-
-def _own_cosine(
-    stream: Float[Tensor, "block draft_slot d_model"],
-    layer: int,
-    labels: Int[Tensor, "block draft_slot"],
-    own: OwnReadouts | None,
-) -> Scores:
-    """NaN where the arm has no readout."""
-    if own is None or layer >= len(own.weights):
-        return torch.full(labels.shape, torch.nan)
-    return F.cosine_similarity(stream @ own.weights[layer].T, own.codes[labels], dim=-1)
 
 
 def effective_rank(rows: Float[Tensor, "n d_model"]) -> Float[Tensor, ""]:
@@ -147,7 +139,7 @@ def _streams(
         batch = cpu_batch.to(place.device)
         real = batch.real.flatten()
         context = draft.encode_context(batch.taps.to(place.dtype))
-        states = draft.run(context, batch.anchor_tokens, batch.anchors, keep_residuals=True)
+        states = draft.run(context, batch.anchor_tokens, batch.anchors)
         proposed = draft.to_tokens(draft.logits(states.hidden[:, 1:]).argmax(-1))
         streams.append(torch.stack([h[real, 1:].float() for h in states.residuals]).cpu())
         labels.append(batch.tokens[real, 1:].cpu())
@@ -155,52 +147,40 @@ def _streams(
     return torch.cat(streams, dim=1), torch.cat(labels), torch.cat(correct)
 
 
-@dataclass(frozen=True)
-class _Fitted:
-    """Deviations from the mean code as read from the stream, and that mean, for every block."""
-
-    read: Float[Tensor, "block draft_slot rank"]
-    centre: Float[Tensor, "block 1 rank"]
-
-    def cosine(self, wanted: Float[Tensor, "block draft_slot rank"]) -> Scores:
-        """With the deviation of the wanted codes: knowing which tokens are frequent earns nothing."""
-        return F.cosine_similarity(self.read, wanted - self.centre, dim=-1)
-
-
-def _fitted(
+def fitted_readout(
     stream: Float[Tensor, "block draft_slot d_model"],
     wanted: Float[Tensor, "block draft_slot rank"],
     prompt: Int[Tensor, "block"],
-) -> _Fitted:
-    """Ridge regression of codes on the stream at unit RMS, each half of the prompts read by what the other half gave.
+) -> tuple[Float[Tensor, "block draft_slot rank"], Float[Tensor, "block 1 rank"]]:
+    """Codes read by ridge regression from the stream at unit RMS, less their mean; and that mean, for every block.
 
-    The penalty is chosen inside the fitting half, by prompts too.
+    Each half of the prompts is read by what the other half gave; the penalty is chosen inside the fitting half, by
+    prompts too. Compared with deviations from the mean, knowing which tokens are frequent earns nothing.
     """
     rows = _unit_rms(stream)
     read, centre = torch.empty_like(wanted), torch.empty_like(wanted[:, :1])
     for half in (0, 1):
         seen, held = prompt % 2 != half, prompt % 2 == half
-        inner = seen & (prompt // 2 % 2 == 0)
-        best = max(_PENALTIES, key=lambda p: _inner_score(rows, wanted, inner, seen & ~inner, p))
-        weight, mean_x, mean_y = _ridge(rows[seen], wanted[seen], best)
-        read[held] = (rows[held] - mean_x) @ weight
-        centre[held] = mean_y
-    return _Fitted(read, centre)
+        fit = seen & (prompt // 2 % 2 == 0)
+        test = seen & ~fit
+
+        def score(penalty: float, fit: Tensor = fit, test: Tensor = test) -> float:
+            found, mean = _ridge_read(rows, wanted, fit, test, penalty)
+            return float(F.cosine_similarity(found, wanted[test] - mean, dim=-1).mean())
+
+        read[held], centre[held] = _ridge_read(rows, wanted, seen, held, max(_PENALTIES, key=score))
+    return read, centre
 
 
-def _inner_score(rows: Tensor, wanted: Tensor, fit: Tensor, test: Tensor, penalty: float) -> float:
-    weight, mean_x, mean_y = _ridge(rows[fit], wanted[fit], penalty)
-    read = (rows[test] - mean_x) @ weight
-    return float(F.cosine_similarity(read, wanted[test] - mean_y, dim=-1).mean())
-
-
-def _ridge(x: Tensor, y: Tensor, penalty: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Weight and the two means; `penalty` is in units of a coordinate's mean square, which is 1."""
-    x, y = x.flatten(0, 1), y.flatten(0, 1)
+def _ridge_read(
+    rows: Tensor, wanted: Tensor, fit: Tensor, held: Tensor, penalty: float
+) -> tuple[Tensor, Tensor]:
+    """`held` rows read by a regression on `fit` rows; `penalty` is in units of a coordinate's mean square, 1."""
+    x, y = rows[fit].flatten(0, 1), wanted[fit].flatten(0, 1)
     mean_x, mean_y = x.mean(0), y.mean(0)
     x = x - mean_x
     gram = x.T @ x + penalty * len(x) * torch.eye(x.shape[1])
-    return torch.linalg.solve(gram, x.T @ (y - mean_y)), mean_x, mean_y
+    return (rows[held] - mean_x) @ torch.linalg.solve(gram, x.T @ (y - mean_y)), mean_y
 
 
 def _unit_rms(stream: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:

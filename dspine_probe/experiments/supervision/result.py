@@ -1,4 +1,4 @@
-"""The outcome of the supervision experiment: one table (see `supervision_table`), and what it says.
+"""The outcome of the supervision experiment: its table (see `table.py`), and what it says.
 
 An arm raises or lowers acceptance when the interval of its gain over prompts leaves zero out and all seeds agree in
 sign; the published order (token cross-entropy < none < cosine) counts as decided from three common seeds on.
@@ -6,49 +6,51 @@ sign; the published order (token cross-entropy < none < cosine) counts as decide
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import ClassVar
 
 import pandas as pd
 
-from dspine_probe.experiments.acceptance import MEAN
-from dspine_probe.experiments.claim import Claim
-from dspine_probe.experiments.results import TableResult
+from dspine_probe.experiments.common.claims import Claim
+from dspine_probe.experiments.common.schema import MEAN, Result
+from dspine_probe.experiments.common.wording import number
 from dspine_probe.experiments.supervision.arms import variant_arms
 from dspine_probe.experiments.supervision.readings import FITTED, FIXED
-from dspine_probe.experiments.supervision.table import ALL, BASE, OVER_SEEDS
+from dspine_probe.experiments.supervision.table import ALL, BASE, FACTORS, OVER_SEEDS, over_base
 from dspine_probe.training.intermediate import TOKEN_CE
 
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
-
-NAME = "supervision"
 COMMAND = "dspine-probe probe supervision"
 COSINE = "cosine"
 _COMPARED = (TOKEN_CE, BASE, COSINE)
-RAISES, LOWERS, UNDECIDED = "raises", "lowers", "cannot be told from"
+RAISES, LOWERS, UNDECIDED = "raises", "lowers", "is not distinguishable from"
 _ENOUGH_SEEDS = 3
 
 
 @dataclass(frozen=True, eq=False)
-class SupervisionResult(TableResult):
-    """Table, configuration and provenance; `arms` holds the settings of every run by arm and seed."""
+class SupervisionResult(Result):
+    """Table, configuration and provenance; `drafts` holds the settings of every run by arm and seed."""
 
-    FILE: ClassVar[str] = NAME
-    config: Mapping[str, Any]
-    arms: Mapping[str, Mapping[str, Any]]
-    data: Mapping[str, Any]
-    seconds: float
+    NAME: ClassVar[str] = "supervision"
+    FACTORS: ClassVar[tuple[str, ...]] = FACTORS
 
     def seeds(self, arm: str) -> list[str]:
         """Seeds of an arm that the arm without supervision has too."""
-        return [seed for seed in self.arms[arm] if seed in self.arms[BASE]]
+        return [seed for seed in self.drafts[arm] if seed in self.drafts[BASE]]
+
+    def length(self, draft: str, seed: str = ALL) -> pd.Series:
+        """The row of the acceptance length of an arm, or of a gain ("a − none"), mean of the sets."""
+        return self.select(draft=draft, metric="al", seed=seed, set=MEAN).iloc[0]
+
+    def by_layer(self, arm: str, metric: str) -> pd.Series:
+        """A metric's mean over the seeds, by layer."""
+        rows = self.select(draft=arm, metric=metric, seed=ALL)
+        return rows.set_index("depth")["mean"].sort_index()
 
     def verdict(self, arm: str) -> str:
-        """Whether an arm raises or lowers acceptance, or cannot be told from no supervision."""
-        pooled = self._mean(arm, "al_gain")
-        each = [self._mean(arm, "al_gain", seed)["value"] for seed in self.seeds(arm)]
+        """Whether an arm raises or lowers acceptance, or is not distinguishable from no supervision."""
+        pooled = self.length(over_base(arm))
+        each = [self.length(over_base(arm), seed)["mean"] for seed in self.seeds(arm)]
         if pooled["low"] > 0 and min(each) > 0:
             return RAISES
         if pooled["high"] < 0 and max(each) < 0:
@@ -57,112 +59,102 @@ class SupervisionResult(TableResult):
 
     def holds(self) -> bool | None:
         """Whether token cross-entropy < none < cosine; None where seeds, arms or intervals do not decide."""
-        if any(arm not in self.arms or len(self.seeds(arm)) < _ENOUGH_SEEDS for arm in (TOKEN_CE, COSINE)):
+        if any(arm not in self.drafts or len(self.seeds(arm)) < _ENOUGH_SEEDS for arm in (TOKEN_CE, COSINE)):
             return None
         found = self.verdict(TOKEN_CE), self.verdict(COSINE)
         if found == (LOWERS, RAISES):
             return True
         return False if found[0] == RAISES or found[1] == LOWERS else None
 
-    def findings(self) -> list[str]:
-        """What the table says, in sentences computed from it."""
-        arms = [arm for arm in self.arms if arm != BASE]
-        said = [self._length_sentence(arm) for arm in self.arms]
-        said += [self._gain_sentence(arm) for arm in arms]
-        said.append(self._order_sentence())
-        said += [self._settling_sentence(arm) for arm in arms]
-        said += [sentence for arm in self.arms for sentence in self._stream_sentences(arm)]
-        said += [self._gradient_sentence(arm) for arm in self.arms]
-        return said
-
-    def claims(self) -> list[Claim]:
-        """The line of the claims ledger."""
-        if not {TOKEN_CE, COSINE} <= set(self.arms):
-            return []
-        here = (
-            "; ".join(
-                f"{arm} {self._mean(arm, 'al')['value']:.3f}"
-                + ("" if arm == BASE else f" ({_signed(self._mean(arm, 'al_gain'))})")
-                for arm in _COMPARED
-            )
-            + f"; {self._setting()}"
-        )
-        return [Claim.on("P3", here=here, controls=self._controls(), holds=self.holds(), command=COMMAND)]
-
-    @classmethod
-    def _typed(cls, table: pd.DataFrame) -> pd.DataFrame:
-        return table.astype({column: "Int64" for column in ("layer", "slot", "blocks")})
-
-    def figure(self) -> Figure:
-        """Acceptance of every arm with its seeds (`dspine_probe.plots.supervision` has the others)."""
-        from dspine_probe.plots.supervision import arms  # plots build on experiments, not the other way round
-
-        return arms(self).figure
-
     def settling(self, arm: str) -> tuple[float, float]:
         """Gain in held-out tokens per anchor while training, mean of the seeds: at half of the blocks, at the end."""
-        rows = self.select(metric="validation")
-        rows = rows[rows["seed"].isin(self.seeds(arm))]
-        by_arm = {name: rows[rows["arm"] == name].groupby("blocks")["value"].mean() for name in (arm, BASE)}
-        gain = (by_arm[arm] - by_arm[BASE]).dropna()
+        gain = self.validation_gain(arm)
         half = gain[gain.index <= gain.index.max() / 2]
         return (float(half.iloc[-1]) if len(half) else float("nan")), float(gain.iloc[-1])
 
-    def _mean(self, arm: str, metric: str, seed: str = ALL) -> pd.Series:
-        """The row of the mean of the sets."""
-        return self.select(arm=arm, metric=metric, seed=seed, set=MEAN).iloc[0]
+    def settled(self, arm: str) -> str:
+        """`settling` in words."""
+        half, end = self.settling(arm)
+        first = "not measured by half of the blocks" if half != half else f"{half:+.3f} at half of the blocks"
+        return f"{first}, {end:+.3f} at the end"
+
+    def validation_gain(self, arm: str) -> pd.Series:
+        """Held-out tokens per anchor minus those without supervision, by blocks trained, on the seeds of both."""
+        ours, theirs = (self.validations(name, self.seeds(arm)) for name in (arm, BASE))
+        return (ours - theirs).dropna()
+
+    def validations(self, arm: str, seeds: Iterable[str] | None = None) -> pd.Series:
+        """Held-out tokens per anchor by blocks trained, mean of some seeds or all."""
+        rows = self.select(
+            draft=arm, metric="validation", seed=list(self.drafts[arm] if seeds is None else seeds)
+        )
+        return rows.groupby(rows["blocks"].astype(int))["mean"].mean()
+
+    def findings(self) -> list[str]:
+        """What the table says, in sentences computed from it."""
+        arms = [arm for arm in self.drafts if arm != BASE]
+        state = {True: "holds here", False: "does not hold here", None: "is not decided here"}[self.holds()]
+        return [
+            *(self._length_sentence(arm) for arm in self.drafts),
+            *(self._gain_sentence(arm) for arm in arms),
+            f"The published order, {TOKEN_CE} < {BASE} < {COSINE}, {state} ({self._setting()}).",
+            *(
+                f"{over_base(arm)}, held-out tokens per anchor while training: {self.settled(arm)}."
+                for arm in arms
+            ),
+            *(sentence for arm in self.drafts for sentence in self._stream_sentences(arm)),
+            *(self._gradient_sentence(arm) for arm in self.drafts),
+        ]
+
+    def claims(self) -> list[Claim]:
+        """The line of the claims ledger."""
+        if not {TOKEN_CE, COSINE} <= set(self.drafts):
+            return []
+        parts = (
+            f"{arm} {self.length(arm)['mean']:.3f}"
+            + ("" if arm == BASE else f", {self._gain(arm)} against none")
+            for arm in _COMPARED
+        )
+        here = f"{'; '.join(parts)}; {self._setting()}"
+        return [Claim.on("P3", here=here, controls=self._controls(), holds=self.holds(), command=COMMAND)]
+
+    def _gain(self, arm: str, seed: str = ALL) -> str:
+        return number(self.length(over_base(arm), seed), 3, signed=True)
 
     def _setting(self) -> str:
-        training = next(iter(self.arms[BASE].values()))["training"]
-        prompts = int(self._mean(BASE, "al")["prompts"])
-        seeds = len(self.seeds(COSINE)) if COSINE in self.arms else len(self.arms[BASE])
+        training = next(iter(self.drafts[BASE].values()))["training"]
+        seeds = len(self.seeds(COSINE)) if COSINE in self.drafts else len(self.drafts[BASE])
         return (
             f"DFlash on {self.data['target']}, {training['blocks']:,} blocks a run, {seeds} "
-            f"seed{'s' if seeds > 1 else ''}, n = {prompts} prompts"
+            f"seed{'s' if seeds > 1 else ''}, n = {self.length(BASE)['n']} prompts"
         )
 
     def _length_sentence(self, arm: str) -> str:
-        each = ", ".join(f"{self._mean(arm, 'al', seed)['value']:.3f}" for seed in self.arms[arm])
-        return f"{arm}: {_interval(self._mean(arm, 'al'))} tokens a round, mean of the sets; by seed {each}."
+        each = ", ".join(f"{self.length(arm, seed)['mean']:.3f}" for seed in self.drafts[arm])
+        return f"{arm}: {number(self.length(arm), 3)} tokens a round, mean of the sets; by seed {each}."
 
     def _gain_sentence(self, arm: str) -> str:
-        each = ", ".join(f"{self._mean(arm, 'al_gain', seed)['value']:+.3f}" for seed in self.seeds(arm))
-        over = self._mean(arm, "al_gain", OVER_SEEDS)
-        spread = (
-            ""
-            if pd.isna(over["low"])
-            else f", t-interval over seeds {over['low']:+.3f} to {over['high']:+.3f}"
-        )
-        verdict = self.verdict(arm)
+        each = ", ".join(f"{self.length(over_base(arm), seed)['mean']:+.3f}" for seed in self.seeds(arm))
+        over, verdict = self.length(over_base(arm), OVER_SEEDS), self.verdict(arm)
+        spread = ""
+        if not pd.isna(over["low"]):
+            spread = f", t-interval over seeds {over['low']:+.3f} to {over['high']:+.3f}"
         return (
-            f"{arm} − {BASE}: {_signed(self._mean(arm, 'al_gain'))} tokens a round over prompts; by seed "
-            f"{each}{spread}. It {verdict} {'no supervision' if verdict == UNDECIDED else 'acceptance'}."
-        )
-
-    def _order_sentence(self) -> str:
-        state = {True: "holds here", False: "does not hold here", None: "is not decided here"}[self.holds()]
-        return f"The published order, {TOKEN_CE} < {BASE} < {COSINE}, {state} ({self._setting()})."
-
-    def _settling_sentence(self, arm: str) -> str:
-        half, end = self.settling(arm)
-        return (
-            f"{arm} − {BASE}, held-out tokens per anchor while training: {half:+.3f} at half of the blocks, "
-            f"{end:+.3f} at the end."
+            f"{over_base(arm)}: {self._gain(arm)} tokens a round over prompts; by seed {each}{spread}. It {verdict} "
+            f"{'no supervision' if verdict == UNDECIDED else 'acceptance'}."
         )
 
     def _stream_sentences(self, arm: str) -> Iterator[str]:
-        ranks = self.select(arm=arm, metric="effective_rank", seed=ALL)
-        yield (
-            f"{arm}: effective rank of the stream after layers 1…{len(ranks)}: " + _listed(ranks, ".0f") + "."
-        )
+        ranks = self.by_layer(arm, "effective_rank")
+        yield f"{arm}: effective rank of the stream after layers 1…{len(ranks)}: {_listed(ranks, '.0f')}."
         cosines = (
-            f"{reader} {_listed(self.select(arm=arm, metric=f'cosine, {reader}', seed=ALL), '.3f')}"
+            f"{reader} {_listed(self.by_layer(arm, f'cosine, {reader}'), '.3f')}"
             for reader in (FIXED, FITTED)
         )
         yield f"{arm}: mean cosine with the label's code by layer: {'; '.join(cosines)}."
 
     def _gradient_sentence(self, arm: str) -> str:
-        norm, clipped = (self.select(arm=arm, metric=metric)["value"] for metric in ("grad_norm", "clipped"))
+        norm, clipped = (self.select(draft=arm, metric=metric)["mean"] for metric in ("grad_norm", "clipped"))
         return f"{arm}: median gradient norm {norm.median():.2f}, clipped in {100 * clipped.mean():.0f} % of the steps."
 
     def _controls(self) -> Iterator[tuple[str, str, bool | None]]:
@@ -171,20 +163,16 @@ class SupervisionResult(TableResult):
             outcome = f"{arm}: {half:+.3f} tokens per anchor at half of the blocks, {end:+.3f} at the end"
             yield "order settled", outcome, None if half != half else (half > 0) == (end > 0)
         yield "learning rate chosen for each arm", *self._rates()
-        for arm in dict.fromkeys((*self.arms, *variant_arms())):
+        for arm in dict.fromkeys((*self.drafts, *variant_arms())):
             if arm not in _COMPARED:
-                measured = arm in self.arms
-                outcome = f"{_signed(self._mean(arm, 'al_gain'))}, one seed" if measured else "not measured"
+                outcome = f"{self._gain(arm)}, one seed" if arm in self.drafts else "not measured"
                 yield f"{arm} in its place", outcome, None
-        ranks = {
-            arm: _listed(self.select(arm=arm, metric="effective_rank", seed=ALL), ".0f")
-            for arm in (TOKEN_CE, BASE)
-        }
-        yield "crowding out (effective rank by layer)", "; ".join(f"{a} {r}" for a, r in ranks.items()), None
+        ranks = (f"{arm} {_listed(self.by_layer(arm, 'effective_rank'), '.0f')}" for arm in (TOKEN_CE, BASE))
+        yield "crowding out (effective rank by layer)", "; ".join(ranks), None
 
     def _rates(self) -> tuple[str, bool]:
         """Rates chosen by short runs beside those trained with, and whether they are the same."""
-        trained = {arm: {run["training"]["lr"] for run in self.arms[arm].values()} for arm in _COMPARED}
+        trained = {arm: {run["training"]["lr"] for run in self.drafts[arm].values()} for arm in _COMPARED}
         used = ", ".join(f"{arm} {_either(rates)}" for arm, rates in trained.items())
         tried = self.config["rates"]
         if not set(tried) >= set(_COMPARED):
@@ -194,22 +182,13 @@ class SupervisionResult(TableResult):
             f"{arm} {chosen[arm]:g} of {_either(map(float, tried[arm]['tokens_per_anchor']))}"
             for arm in _COMPARED
         )
-        blocks = tried[BASE]["blocks"]
         same = all(rates == {chosen[arm]} for arm, rates in trained.items())
-        return f"chosen on {blocks:,} blocks: {said}; trained at {used}", same
-
-
-def _interval(row: pd.Series) -> str:
-    return f"{row['value']:.3f} [{row['low']:.3f}, {row['high']:.3f}]"
-
-
-def _signed(row: pd.Series) -> str:
-    return f"{row['value']:+.3f} [{row['low']:+.3f}, {row['high']:+.3f}]"
+        return f"chosen on {tried[BASE]['blocks']:,} blocks: {said}; trained at {used}", same
 
 
 def _either(rates: Iterable[float]) -> str:
     return "/".join(f"{rate:g}" for rate in sorted(rates))
 
 
-def _listed(rows: pd.DataFrame, form: str) -> str:
-    return ", ".join(format(value, form) for value in rows.sort_values("layer")["value"])
+def _listed(values: pd.Series, form: str) -> str:
+    return ", ".join(format(value, form) for value in values)

@@ -1,9 +1,8 @@
-"""The blocks of one batch inside a draft, layer by layer, with places where something may be added on the way.
+"""The blocks of one batch inside a draft, and the places in them that receive an injection and are scored.
 
-Depth 0 is the block embedding, depth l the residual stream after layer l (and after a DSpine's own injection there).
+Depth 0 is the block embedding, depth l the residual stream after layer l (and after what follows it in the draft).
 `BlockPass.of` runs a batch once and keeps the stream of every depth, so that whatever is injected at depth l costs the
-layers above l alone. `Sites` names the (block, slot) places that receive an injection and are scored; `one_slot` and
-`every_slot` are the two ways to choose them.
+layers above l alone. `Sites` names (block, slot) places; `one_slot` and `every_slot` are the two ways to choose them.
 
 A bidirectional block needs `one_slot`: if all slots receive their predecessor's code at once, slot t + 1 holds the code
 of slot t's own label, and any layer above the injection lets slot t read it. Shallow depths have more such layers, so
@@ -18,8 +17,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from dspine_probe.drafts import Context, Draft, DSpine
-from dspine_probe.drafts.layers import BlockBias, Rotary
+from dspine_probe.drafts import Draft
+from dspine_probe.drafts.block import BlockInputs
 from dspine_probe.errors import UsageError
 from dspine_probe.training.anchors import Batch
 
@@ -76,58 +75,49 @@ def refuse_leak(draft: Draft, *, all_slots: bool) -> None:
 
 @dataclass(frozen=True)
 class BlockPass:
-    """A batch in a draft: what its layers need, and the stream without injection.
-
-    stream: the residual stream at depths 0…, as far as it was run.
-    anchor_code: for a DSpine, the code its slot 1 receives.
-    """
+    """A batch in a draft: what its layers need, and the residual stream at depths 0… as far as it was run."""
 
     draft: Draft
-    taps: Float[Tensor, "batch ctx taps_d_model"]
-    context: Context
-    rotary: Rotary
-    bias: BlockBias
-    anchor_code: Float[Tensor, "block 1 rank"] | None
+    batch: Batch
+    inputs: BlockInputs
     stream: tuple[Float[Tensor, "block slot d_model"], ...]
 
     @classmethod
     def of(cls, draft: Draft, batch: Batch, *, depth: int | None = None) -> BlockPass:
         """Run `batch` up to `depth`, by default through all layers."""
-        width, taps = draft.config.block_size, batch.taps.to(draft.fc.weight.dtype)
-        context = draft.encode_context(taps)
-        rotary, bias = draft.block_inputs(context, batch.anchors, width)
+        width = draft.config.block_size
+        context = draft.encode_context(batch.taps.to(draft.fc.weight.dtype))
+        inputs = draft.block_inputs(context, batch.anchor_tokens, batch.anchors, width)
         x = draft.embed_block(batch.anchor_tokens, width)
-        code = None
-        if isinstance(draft, DSpine):
-            code = draft.scaled_codes(batch.anchor_tokens.flatten(), x.dtype)[:, None]
-        found = cls(draft, taps, context, rotary, bias, code, (x,))
-        for layer in range(draft.config.num_hidden_layers if depth is None else depth):
-            found = replace(found, stream=(*found.stream, found.layer(layer, found.stream[-1])))
-        return found
+        return cls(draft, batch, inputs, (x, *draft.run_layers(x, inputs, 0, depth).residuals))
 
-    def layer(
-        self, index: int, x: Float[Tensor, "block slot d_model"]
+    def layers(
+        self, x: Float[Tensor, "block slot d_model"], start: int, stop: int
     ) -> Float[Tensor, "block slot d_model"]:
-        """From depth `index` to the next."""
-        keys, values = self.context.keys[index], self.context.values[index]
-        x = self.draft.blocks[index](x, keys, values, self.rotary, self.bias)
-        if isinstance(self.draft, DSpine) and self.anchor_code is not None:
-            x = self.draft.inject(index, x, self.anchor_code)
-        return x
+        """From the stream at depth `start` to that at depth `stop`."""
+        return self.draft.run_layers(x, self.inputs, start, stop).residuals[-1] if stop > start else x
 
     def scores(self, x: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows draft_vocab"]:
         """Scores of last-layer states under the final norm and the target's head."""
         return self.draft.logits(self.draft.ln_final(x))
 
+    def guesses(self) -> Int[Tensor, "block slot"]:
+        """What the draft itself predicts at every slot, without injection; slot 0 holds the anchor."""
+        with torch.no_grad():
+            best = self.draft.to_tokens(self.scores(self.stream[-1][:, 1:]).argmax(dim=-1))
+        return torch.cat([self.batch.tokens[:, :1], best], dim=1)
+
+    def labels(self, sites: Sites) -> Int[Tensor, "site"]:
+        """Places of the sites' tokens in the draft's vocabulary, −1 outside it."""
+        return self.draft.to_index(sites.of(self.batch.tokens))
+
     def repeated(self, times: int) -> BlockPass:
         """Every block `times` times in a row, on the same context: one copy for each slot that is injected alone."""
-        cos, sin = (part.repeat_interleave(times, dim=0) for part in self.rotary)
-        bias = BlockBias(self.bias.context.repeat_interleave(times, dim=2), self.bias.block)
-        code = self.anchor_code
+        at = (self.batch.anchor_tokens, self.batch.anchors)
+        tokens, anchors = (x.repeat_interleave(times, dim=1) for x in at)
+        width = self.draft.config.block_size
         return replace(
             self,
-            rotary=(cos, sin),
-            bias=bias,
-            anchor_code=None if code is None else code.repeat_interleave(times, dim=0),
+            inputs=self.draft.block_inputs(self.inputs.context, tokens, anchors, width),
             stream=tuple(x.repeat_interleave(times, dim=0) for x in self.stream),
         )
