@@ -8,11 +8,11 @@ from click.testing import Result
 from tiny import prompts, tiny_draft, tiny_target
 from typer.testing import CliRunner
 
-from dspine_probe.cli import app
+from dspine_probe.cli.main import app
 from dspine_probe.config import DFLASH, DSPINE
 from dspine_probe.drafts.checkpoint import save_draft
-from dspine_probe.experiments.bench import BenchResult
 from dspine_probe.experiments.corruption import CorruptionResult
+from dspine_probe.experiments.speed import SpeedResult
 from dspine_probe.target import Target
 
 
@@ -48,19 +48,26 @@ def test_corruption_writes_table_record_and_figures_and_keeps_its_arena(folder: 
     result = CorruptionResult.load(folder / "out")
     assert list(result.drafts) == ["first", "b"]
     assert (folder / "out" / "corruption_places.html").is_file()
-    (folder / "asked.jsonl").unlink()
     again = probe(folder, "corruption", *drafts, "--fast", "--arena", str(folder / "arena"))
     assert again.exit_code == 0, again.output
     assert CorruptionResult.load(folder / "out").table.equals(result.table)
+    for changed, named in ((["--seed", "3"], "seed (0, not 3)"), (["--limit", "6"], "prompts")):
+        refused = probe(folder, "corruption", *drafts, "--fast", "--arena", str(folder / "arena"), *changed)
+        assert refused.exit_code == 2 and f"made with another {named}" in refused.stderr, refused.stderr
+    (folder / "asked.jsonl").unlink()
+    gone = probe(folder, "corruption", *drafts, "--fast", "--arena", str(folder / "arena"))
+    assert gone.exit_code == 2 and "asked.jsonl" in gone.stderr
 
 
 def test_speed_decodes_on_the_engine_that_was_named(folder: Path) -> None:
     options = ["--draft", str(folder / "b"), "--rows", "1", "--temperature", "0", "--limit", "2"]
     ran = probe(folder, "speed", *options, "--engine", "reference")
     assert ran.exit_code == 0, ran.output
-    assert BenchResult.load(folder / "out").rows == (1,)
+    assert SpeedResult.load(folder / "out").fewest == "1"
     unknown = probe(folder, "speed", *options, "--engine", "warp")
-    assert unknown.exit_code == 2 and "use 'fast' or 'reference'" in unknown.stderr
+    assert unknown.exit_code == 2 and "use one of auto, reference, cpu, gpu" in unknown.stderr.replace(
+        "\n", " "
+    )
 
 
 def test_requests_that_cannot_be_met_are_refused_in_one_sentence(folder: Path) -> None:

@@ -1,20 +1,28 @@
-"""Commands that make drafts: cache the target's states, train, write a checkpoint. Registered in `cli`."""
+"""Commands that make drafts: cache the target's states, train, write a checkpoint."""
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
-if TYPE_CHECKING:
-    from dspine_probe.target import Target
+from dspine_probe.cli.options import (
+    CheckpointToWrite,
+    FolderToWrite,
+    PrecisionName,
+    TargetName,
+    Workers,
+    load_fast_target,
+    load_target,
+    writable,
+)
 
 LOG_SECONDS = 10.0
 
 
 def features(
-    folder: Annotated[Path, typer.Argument(help="Where the states go; a rerun resumes.")],
+    folder: FolderToWrite,
     corpus: Annotated[list[Path], typer.Option(help="A packed corpus; repeat for several.")],
     prompts: Annotated[
         Path | None, typer.Option(help="Prompts file of corpora that were saved without prompts.")
@@ -23,20 +31,22 @@ def features(
     worker: Annotated[
         int, typer.Option(help="Which of several processes this is; each needs its own folder.")
     ] = 0,
-    workers: Annotated[int, typer.Option(min=1, help="How many processes share the corpora.")] = 1,
+    workers: Workers = 1,
     taps: Annotated[
-        str | None, typer.Option(help="Target blocks to tap, as 1,8,15; default: five spread.")
+        str | None, typer.Option(help="Target layers to tap, as 1,8,15; default: five spread.")
     ] = None,
-    target: Annotated[str, typer.Option(help="'embedded', a hub id or a folder.")] = "embedded",
+    target: TargetName = "embedded",
+    precision: PrecisionName = "auto",
 ) -> None:
     """Run the target over corpora and keep its tapped states (about 7 KB a token for the embedded target)."""
     from dspine_probe.config import check_taps, default_taps
     from dspine_probe.prompts import load_prompts
+    from dspine_probe.training.features import META, build_features
     from dspine_probe.training.regenerate import encode_prompts
-    from dspine_probe.training.run import cache_features, collect
+    from dspine_probe.training.run import collect
 
-    model = fast_target(target)
-    layers = default_taps(model.num_layers) if taps is None else parse_taps(taps)
+    model = load_fast_target(target, precision, folder / META)
+    layers = default_taps(model.num_layers) if taps is None else numbers("--taps", taps)
     check_taps(layers, model.num_layers)
     known = None if prompts is None else encode_prompts(model, load_prompts(prompts), boxed_share=boxed_share)
     examples = collect(corpus, known)[worker::workers]
@@ -51,19 +61,22 @@ def features(
             left = (total - done) * (now - began) / done / 60
             console.print(f"features: {done:,} of {total:,} tokens, {left:.1f} min left")
 
-    store = cache_features(model, examples, folder, taps=layers, on_batch=show)
+    store = build_features(model, examples, layers, folder, on_batch=show)
     typer.echo(f"{len(store):,} sequences, {store.meta.tokens:,} tokens in {folder}")
 
 
 def train(
     kind: Annotated[str, typer.Argument(help="dflash or dspine.")],
-    output: Annotated[Path, typer.Argument(help="Checkpoint folder to write.")],
+    output: CheckpointToWrite,
     features: Annotated[list[Path], typer.Option(help="A folder made by `features`; repeat for several.")],
     blocks: Annotated[int, typer.Option(min=1, help="Blocks to train on, in all.")],
     work: Annotated[
-        Path | None, typer.Option(help="Where the run keeps its state and metrics; default: OUTPUT.run.")
+        Path | None,
+        typer.Option(
+            callback=writable, help="Where the run keeps its state and metrics; default: OUTPUT.run."
+        ),
     ] = None,
-    target: Annotated[str, typer.Option(help="'embedded', a hub id or a folder.")] = "embedded",
+    target: TargetName = "embedded",
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
     optimizer: Annotated[str, typer.Option(help="adamw or muon.")] = "adamw",
     sequences: Annotated[int, typer.Option(min=1, help="Sequences of a micro-batch.")] = 4,
@@ -95,18 +108,41 @@ def train(
     supervision_weight: Annotated[
         float, typer.Option(help="Weight of codes in each layer, or of token-ce in the mean over layers.")
     ] = 0.5,
+    schedule: Annotated[
+        str,
+        typer.Option(
+            help="cosine: shares of --blocks. wsd: warm-up, then a constant rate, in absolute blocks."
+        ),
+    ] = "cosine",
+    warmup_blocks: Annotated[
+        int, typer.Option(min=0, help="wsd: blocks over which the rate rises.")
+    ] = 12_800,
+    keep_states: Annotated[
+        str | None, typer.Option(help="wsd: keep the state at these numbers of blocks, as 40000,80000.")
+    ] = None,
+    decay_from: Annotated[
+        Path | None,
+        typer.Option(help="wsd: let the last fifth of --blocks decay from this stable run's kept state."),
+    ] = None,
+    replacement_blocks: Annotated[
+        str, typer.Option(help="wsd, dspine: blocks until which replacement holds, and at which it is gone.")
+    ] = "53000,107000",
+    alignment_warmup_blocks: Annotated[
+        int, typer.Option(min=0, help="wsd: blocks over which alignment or supervision rises.")
+    ] = 9_344,
     save_every: Annotated[int, typer.Option(min=1, help="Steps between saved states and checks.")] = 200,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
+    precision: PrecisionName = "auto",
 ) -> None:
     """Train a draft; the same command goes on where it was stopped. Several devices: under `accelerate launch`."""
     import torch
 
-    from dspine_probe.precision import mixed_precision
+    from dspine_probe.precision import Precision, recorded
     from dspine_probe.training.features import FeatureStore
     from dspine_probe.training.intermediate import Supervision
     from dspine_probe.training.optimization import TrainConfig
-    from dspine_probe.training.run import DraftPlan, Reports, train_draft
+    from dspine_probe.training.run import PLAN, DraftPlan, Reports, train_draft
     from dspine_probe.training.trainer import StepReport
     from dspine_probe.training.validation import Validation
 
@@ -132,6 +168,11 @@ def train(
             f"step {step}: held out {found.tokens_per_anchor:.3f} tokens per anchor ({minutes:.0f} min)"
         )
 
+    run = work or output.with_name(output.name + ".run")
+    begun = run if decay_from is None or (run / PLAN).is_file() else decay_from
+    begun = begun.parent if begun.is_file() else begun
+    chosen = Precision.resolve(precision, written=recorded(begun / PLAN))
+    hold, end = numbers("--replacement-blocks", replacement_blocks, count=2)
     config = TrainConfig(
         blocks=blocks,
         sequences=sequences,
@@ -142,8 +183,13 @@ def train(
         optimizer=optimizer,
         seed=seed,
         save_every=save_every,
-        mixed_precision=mixed_precision(),
+        mixed_precision=chosen.accelerate,
         visible_prefix=visible_prefix,
+        schedule=schedule,
+        warmup_blocks=warmup_blocks,
+        replacement_blocks=(hold, end),
+        alignment_warmup_blocks=alignment_warmup_blocks,
+        keep_states=numbers("--keep-states", keep_states) if keep_states else (),
     )
     plan = DraftPlan(
         kind,
@@ -157,25 +203,19 @@ def train(
         init,
     )
     store = FeatureStore.open(*features)
-    run = work or output.with_name(output.name + ".run")
-    train_draft(plan, fast_target(target), store, config, run, output, reports=Reports(log, checked))
+    model = load_target(target, chosen)
+    train_draft(plan, model, store, config, run, output, reports=Reports(log, checked), decay_from=decay_from)
     typer.echo(f"checkpoint in {output}")
 
 
-def parse_taps(text: str) -> tuple[int, ...]:
-    """`1,8,15` as numbers."""
+def numbers(option: str, text: str, *, count: int | None = None) -> tuple[int, ...]:
+    """`1,8,15` as numbers, `count` of them if that is given."""
     from dspine_probe.errors import UsageError
 
     try:
-        return tuple(int(part) for part in text.split(","))
+        found = tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise UsageError(f"--taps {text!r} is not a list of block numbers; write it as 1,8,15.") from None
-
-
-def fast_target(name: str) -> "Target":
-    """The target in the dtype that is fastest here, on a GPU where there is one: for data and training."""
-    from dspine_probe.precision import default_device, fast_dtype
-    from dspine_probe.target import Target
-
-    device = default_device()
-    return Target.load(name, dtype=fast_dtype(device), device=device)
+        found = ()
+    if not found or len(found) != (count or len(found)):
+        raise UsageError(f"{option} {text!r} is not {count or 'a list of'} numbers; write them as 1,8.")
+    return found
