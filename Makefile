@@ -19,7 +19,7 @@ test: $(STAMP)  ## format, lint, types, tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 lab: $(STAMP)  ## open JupyterLab on the notebooks
 	$(BIN)/jupyter lab --notebook-dir=notebooks
