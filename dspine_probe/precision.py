@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -107,36 +106,6 @@ def name_of(dtype: torch.dtype) -> str:
 def recorded(path: Path) -> str | None:
     """The precision that a JSON record says a run uses; None where there is no record, or an old one without it."""
     return json.loads(path.read_text(encoding="utf-8")).get("precision") if path.is_file() else None
-
-
-# ---- to be removed once every caller passes a Precision
-
-
-@cache
-def _auto(device_type: str) -> Precision:
-    return Precision.resolve(AUTO, device_type)
-
-
-def fast_dtype(device_type: str, precision: Precision | None = None) -> torch.dtype:
-    """`Precision.dtype`, of `auto` unless one is given."""
-    return (precision or _auto(device_type)).dtype
-
-
-def mixed_precision(precision: Precision | None = None) -> str:
-    """`Precision.accelerate`, of `auto` unless one is given."""
-    return (precision or _auto(default_device())).accelerate
-
-
-def fast_autocast(device_type: str, precision: Precision | None = None) -> torch.autocast:
-    """`Precision.autocast`, of `auto` unless one is given."""
-    return (precision or _auto(device_type)).autocast(device_type)
-
-
-@contextmanager
-def fast_matmul(precision: Precision | None = None) -> Iterator[None]:
-    """`Precision.matmul`, of `auto` unless one is given."""
-    with (precision or _auto(default_device())).matmul():
-        yield
 
 
 def _seconds(dtype: torch.dtype) -> float:

@@ -89,7 +89,9 @@ def test_tensors_have_the_public_names_and_nothing_of_the_target(architecture: s
     assert (tmp_path / "draft" / "README.md").read_text() == "# Card"
     (tmp_path / "plain").touch()
     modes = {path.stat().st_mode for path in (tmp_path / "draft").iterdir()}
-    assert modes == {(tmp_path / "plain").stat().st_mode}, "whoever may read a new file may read these"
+    assert modes == {(tmp_path / "plain").stat().st_mode}, (
+        "files of a checkpoint are as readable as any new file"
+    )
     assert public_name("blocks.1.attn.q_norm.weight") == "layers.1.self_attn.q_norm.weight"
 
 
