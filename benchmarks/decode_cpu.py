@@ -143,10 +143,7 @@ def bars(parts: Parts, raced: Mapping[str, Race]) -> list[Bar]:
         Bar("draft over step, trimmed head", spine.propose / parts.step, 0.30, True),
         Bar("bookkeeping, share of decoding", fast.bookkeeping / fast.seconds, 0.05, True),
         Bar(
-            "measured over predicted speedup",
-            speedup / predicted(parts, TRIMMED, fast.acceptance_length),
-            0.92,
-            False,
+            "measured over predicted speedup", speedup / predicted(parts, TRIMMED, fast.acceptance_length), 0.92, False
         ),
         Bar("DSpine over our plain decoding", speedup, 1.6, False),
     ]
@@ -222,8 +219,7 @@ def main(
         torch.set_num_threads(number)
         parts = measure_parts(target, drafts, engines, context=context, turns=turns)
         ways: dict[str, Way] = {
-            name: partial(ours, target, draft, engines, limit)
-            for name, draft in {PLAIN: None, **drafts}.items()
+            name: partial(ours, target, draft, engines, limit) for name, draft in {PLAIN: None, **drafts}.items()
         }
         if Peer.TRANSFORMERS in peers:
             ways |= transformers_ways(target, limit)

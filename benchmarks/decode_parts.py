@@ -61,9 +61,7 @@ class Parts:
 
 
 @torch.inference_mode()
-def measure_parts(
-    target: Target, drafts: Mapping[str, Draft], engines: FastCpu, *, context: int, turns: int
-) -> Parts:
+def measure_parts(target: Target, drafts: Mapping[str, Draft], engines: FastCpu, *, context: int, turns: int) -> Parts:
     """Measure with random tokens; times do not depend on them."""
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(target.vocab_size, (context,), generator=generator).tolist()
@@ -72,9 +70,7 @@ def measure_parts(
     readable = torch.ones(READ_BYTES // 4)
     plain = engines.open_target(target, taps=(), rows=1, capacity=capacity, width=1)
     anchor = plain.prefill([prompt]).argmax(dim=-1)
-    rounds = {
-        name: _Round(target, draft, engines, prompt, capacity, anchor) for name, draft in drafts.items()
-    }
+    rounds = {name: _Round(target, draft, engines, prompt, capacity, anchor) for name, draft in drafts.items()}
     for _ in range(turns + WARM_UP):
         _lap(laps, "read", readable.sum)
         _lap(laps, "step", lambda: plain.greedy(anchor[:, None]).tolist())
@@ -88,9 +84,7 @@ def measure_parts(
         context=context,
         step=medians["step"],
         drafts={
-            name: DraftParts(
-                *(medians[f"{name} {part}"] for part in ("context", "propose", "head", "verify"))
-            )
+            name: DraftParts(*(medians[f"{name} {part}"] for part in ("context", "propose", "head", "verify")))
             for name in drafts
         },
     )
@@ -100,13 +94,7 @@ class _Round:
     """The engines of one draft and what they do in a round."""
 
     def __init__(
-        self,
-        target: Target,
-        draft: Draft,
-        engines: FastCpu,
-        prompt: list[int],
-        capacity: int,
-        anchor: torch.Tensor,
+        self, target: Target, draft: Draft, engines: FastCpu, prompt: list[int], capacity: int, anchor: torch.Tensor
     ) -> None:
         width, self.anchor = draft.config.block_size, anchor
         taps = draft.config.target_layer_ids

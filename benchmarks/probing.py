@@ -99,9 +99,7 @@ def target_ways(target: Target, rows: int) -> Ways:
     """The stream after every layer but the last, which transformers gives normed only; no logits anywhere."""
     layers = range(target.num_layers - 1)
     ids = torch.randint(3, 49152, (rows, CONTEXT), generator=GENERATOR)
-    bridge = build_bridge_from_module(
-        copy.deepcopy(target.model), "LlamaForCausalLM", hf_config=target.model.config
-    )
+    bridge = build_bridge_from_module(copy.deepcopy(target.model), "LlamaForCausalLM", hf_config=target.model.config)
     names = [f"blocks.{layer}.hook_resid_post" for layer in layers]
     decoder = target.model.base_model
 
@@ -112,9 +110,7 @@ def target_ways(target: Target, rows: int) -> Ways:
         "plain forward": plain,
         "torch hooks": torch_hooks([decoder.layers[layer] for layer in layers], plain),
         "Target.hidden_states": lambda: target.hidden_states(ids, layers),
-        "bridge": lambda: bridge.run_with_cache(
-            ids, names_filter=names, return_type=None, stop_at_layer=layers.stop
-        ),
+        "bridge": lambda: bridge.run_with_cache(ids, names_filter=names, return_type=None, stop_at_layer=layers.stop),
     }
 
 
@@ -186,9 +182,7 @@ def sweep_ways(kind: str, batch: int, anchors: int) -> tuple[Ways, float]:
 
             with torch.no_grad():
                 logits = hooked.run_with_hooks(taps, corrupted, at, fwd_hooks=[(site.name, patch)])
-            found.append(
-                (logits.gather(-1, right[..., None]) - logits.gather(-1, wrong[..., None])).squeeze(-1)
-            )
+            found.append((logits.gather(-1, right[..., None]) - logits.gather(-1, wrong[..., None])).squeeze(-1))
         return torch.stack(found)
 
     def shared() -> Tensor:

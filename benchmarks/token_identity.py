@@ -43,11 +43,7 @@ def choose(sources: Sequence[str], count: int) -> list[Prompt]:
 
 
 def answer_chunk(
-    target: Target,
-    drafts: dict[str, Draft],
-    prompts: list[list[int]],
-    limit: int,
-    engines: Engines,
+    target: Target, drafts: dict[str, Draft], prompts: list[list[int]], limit: int, engines: Engines
 ) -> dict[str, list[tuple[int, ...]]]:
     """Answers of a few prompts by every way of decoding that is not the truth itself."""
     ways: dict[str, Draft | None] = {"plain": None, **drafts}
@@ -61,9 +57,7 @@ def answer_chunk(
     return answers
 
 
-def difference(
-    target: Target, prompt: list[int], truth: Sequence[int], found: Sequence[int]
-) -> dict[str, Any]:
+def difference(target: Target, prompt: list[int], truth: Sequence[int], found: Sequence[int]) -> dict[str, Any]:
     """Where two answers part, and the target's scores of both tokens there."""
     at = next((at for at, pair in enumerate(zip(truth, found, strict=False)) if pair[0] != pair[1]), None)
     if at is None:
@@ -80,19 +74,11 @@ def resume(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
         if report["settings"] == json.loads(json.dumps(settings)):
             return report
         typer.echo(f"{path} was made with other settings; it is begun again")
-    return {
-        **made(),
-        "settings": settings,
-        "prompts": [],
-        "identical": {},
-        "differences": [],
-    }
+    return {**made(), "settings": settings, "prompts": [], "identical": {}, "differences": []}
 
 
 def main(
-    prompts: Annotated[
-        list[str] | None, typer.Option(help="'lab', a JSONL file or a folder; repeat.")
-    ] = None,
+    prompts: Annotated[list[str] | None, typer.Option(help="'lab', a JSONL file or a folder; repeat.")] = None,
     count: Annotated[int, typer.Option(min=1, help="Prompts, taken from the sources in turn.")] = 200,
     limit: Annotated[int, typer.Option(min=1, help="Most new tokens a prompt.")] = 64,
     draft: Annotated[list[str] | None, typer.Option(help="Drafts; by default dflash and dspine.")] = None,
@@ -131,9 +117,7 @@ def main(
                     report["differences"].append({"way": way, "prompt": prompt.id, **where})
         report["prompts"] += [prompt.id for prompt in chunk]
         save(report, path)
-        typer.echo(
-            f"{len(report['prompts'])} of {len(chosen)} prompts, {len(report['differences'])} differences"
-        )
+        typer.echo(f"{len(report['prompts'])} of {len(chosen)} prompts, {len(report['differences'])} differences")
     for way, same in report["identical"].items():
         typer.echo(f"{way:40} {same} of {len(chosen)} identical")
     raise typer.Exit(1 if report["differences"] and dtype == "float32" else 0)

@@ -49,9 +49,7 @@ def make_draft(kind: str) -> Draft:
     head = (torch.randn(49152, 576, generator=GENERATOR) * 0.1).bfloat16()
     vocabulary = torch.arange(DRAFT_VOCAB)
     if kind == "dflash":
-        return DFlash(
-            DraftConfig(architecture=DFLASH, is_causal=False, **GEOMETRY), head, head, vocabulary=vocabulary
-        )
+        return DFlash(DraftConfig(architecture=DFLASH, is_causal=False, **GEOMETRY), head, head, vocabulary=vocabulary)
     spine = DSpineConfig(transfer_rank=192, message_size=128)
     config = DraftConfig(architecture=DSPINE, is_causal=True, part=spine, **GEOMETRY)
     return DSpine(config, head, head, vocabulary=vocabulary)
@@ -60,10 +58,7 @@ def make_draft(kind: str) -> Draft:
 def make_batch() -> Batch:
     blocks = SEQUENCES * ANCHORS
     anchors = torch.stack(
-        [
-            torch.randperm(CONTEXT - 60, generator=GENERATOR)[:ANCHORS].sort().values + 50
-            for _ in range(SEQUENCES)
-        ]
+        [torch.randperm(CONTEXT - 60, generator=GENERATOR)[:ANCHORS].sort().values + 50 for _ in range(SEQUENCES)]
     )
     tokens = torch.randint(0, DRAFT_VOCAB, (blocks, 8), generator=GENERATOR)
     return Batch(
@@ -91,11 +86,7 @@ def step_operations(draft: Draft) -> float:
         per_layer = draft.injection.readouts[0].weight.numel() * 2 + draft.injection.writes[0].weight.numel()
         shared = sum(
             m.weight.numel()
-            for m in (
-                draft.injection.message,
-                draft.injection.receiver_gate,
-                draft.injection.predecessor_gate,
-            )
+            for m in (draft.injection.message, draft.injection.receiver_gate, draft.injection.predecessor_gate)
         )
         trained += slots * (per_layer + shared) * (len(draft.blocks) + 1)
     return 2.0 * (3 * trained + frozen_head + teacher)

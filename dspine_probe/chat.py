@@ -12,9 +12,7 @@ from dspine_probe.pretrained import first_line
 from dspine_probe.prompts import refuse_surrogates
 
 
-def chat_ids(
-    tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict[str, Any]], target_name: str
-) -> list[int]:
+def chat_ids(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict[str, Any]], target_name: str) -> list[int]:
     """Ids up to the point where the assistant begins to answer; see `Target.encode_chat`.
 
     Raises:

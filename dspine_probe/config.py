@@ -94,10 +94,7 @@ class DraftConfig:
             "attention_bias": False,
             "tie_word_embeddings": False,
             "layer_types": ["full_attention"] * self.num_hidden_layers,
-            "dflash_config": {
-                "mask_token_id": self.mask_token_id,
-                "target_layer_ids": list(self.target_layer_ids),
-            },
+            "dflash_config": {"mask_token_id": self.mask_token_id, "target_layer_ids": list(self.target_layer_ids)},
         }
         for name in _FLAT_KEYS:
             out[name] = getattr(self, name)
@@ -133,9 +130,7 @@ class DraftConfig:
                 **fields,
             )
         except (KeyError, IndexError, TypeError) as error:
-            raise UsageError(
-                f"The draft's config.json is not in the public DFlash/DSpine layout: {error}."
-            ) from error
+            raise UsageError(f"The draft's config.json is not in the public DFlash/DSpine layout: {error}.") from error
 
 
 _FLAT_KEYS = (

@@ -73,9 +73,7 @@ def examine() -> Report:
     findings = [*_machine_findings(machine), *_cache_findings(cache, closed, free, embedded)]
     if not checkpoints:
         mend = f"work in a clone of the repository, set {DATA_VARIABLE} to its data folder, or train drafts"
-        findings.append(
-            Finding("limit", "measuring shipped drafts", f"{data_dir() / 'checkpoints'} holds none", mend)
-        )
+        findings.append(Finding("limit", "measuring shipped drafts", f"{data_dir() / 'checkpoints'} holds none", mend))
     return Report(
         version=__version__,
         machine=machine,
@@ -92,9 +90,7 @@ def examine() -> Report:
 def render(report: Report) -> "Iterator[RenderableType]":
     """The report as rich renderables: packages, machine, data, and what would not work."""
     tested = report.tested
-    packages = [
-        (name, version or "absent", tested.get(name, "")) for name, version in report.machine.packages.items()
-    ]
+    packages = [(name, version or "absent", tested.get(name, "")) for name, version in report.machine.packages.items()]
     yield _table("Packages", ("package", "installed", "tested with"), packages)
     yield _table("Machine and data", (), _facts(report))
     if report.findings:
@@ -122,10 +118,7 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     yield "memory", _size(machine.memory) if machine.memory is not None else "unknown"
     yield "CUDA", "; ".join(machine.cuda) or "none"
     yield "browser", machine.browser or "none"
-    yield (
-        "cache",
-        f"{report.cache or 'none'}: {_size(report.cache_size)} used, {_size(report.cache_free)} free",
-    )
+    yield ("cache", f"{report.cache or 'none'}: {_size(report.cache_size)} used, {_size(report.cache_free)} free")
     yield "embedded target", "in the cache" if report.embedded_target else "not fetched yet"
     yield "shipped drafts", ", ".join(report.checkpoints) or "none"
 
@@ -141,9 +134,7 @@ def _checkpoints() -> tuple[str, ...]:
     """Folders of drafts under data/checkpoints that hold both a configuration and weights."""
     root = data_dir() / "checkpoints"
     configs = sorted(root.rglob("config.json")) if root.is_dir() else []
-    return tuple(
-        str(path.parent.relative_to(root)) for path in configs if any(path.parent.glob("*.safetensors"))
-    )
+    return tuple(str(path.parent.relative_to(root)) for path in configs if any(path.parent.glob("*.safetensors")))
 
 
 def _machine_findings(machine: Machine) -> Iterator[Finding]:

@@ -53,9 +53,7 @@ def embedded_folder() -> Path:
         return folder
     if folder.exists():
         warnings.warn(
-            f"the cached target in {folder} cannot be used ({fault}); it is converted again",
-            RuntimeWarning,
-            2,
+            f"the cached target in {folder} cannot be used ({fault}); it is converted again", RuntimeWarning, 2
         )
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -157,10 +155,7 @@ def _extract(source: Path, destination: Path) -> None:
 def _convert(gguf: Path, folder: Path) -> None:
     with redirect_stderr(io.StringIO()):  # a bar for each file would flood a plain log
         model = AutoModelForCausalLM.from_pretrained(
-            gguf.parent,
-            gguf_file=gguf.name,
-            quantization_config=GgufConfig(dequantize=True),
-            dtype=torch.bfloat16,
+            gguf.parent, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
         )
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     _split_digits(tokenizer)

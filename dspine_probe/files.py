@@ -90,9 +90,7 @@ def refuse_unwritable(path: Path, *, folder: bool = True) -> None:
     if not nearest.is_dir():
         raise UsageError(f"{path} cannot be made because {nearest} is a file; name another place to write to")
     if not may_write(nearest):
-        raise UsageError(
-            f"{path} cannot be written ({nearest} is closed to you); name a place you can write to"
-        )
+        raise UsageError(f"{path} cannot be written ({nearest} is closed to you); name a place you can write to")
 
 
 def may_write(folder: Path) -> bool:

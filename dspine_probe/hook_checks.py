@@ -25,9 +25,7 @@ def refuse_frozen(module: nn.Module) -> None:
     Raises:
         UsageError: a part is compiled, scripted or replaced by a captured graph, or a CUDA graph is being captured.
     """
-    if torch.compiler.is_compiling() or (
-        torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    ):
+    if torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         raise UsageError("hooks cannot act inside torch.compile or a CUDA graph; run the draft eagerly.")
     for name, part in module.named_modules():
         if isinstance(part, torch.jit.ScriptModule) or _is_compiled(part):
@@ -40,9 +38,7 @@ def refuse_frozen(module: nn.Module) -> None:
 
 def _is_compiled(part: nn.Module) -> bool:
     # torch.compile(module) wraps, module.compile() sets the second, graphed and compiled callables replace `forward`.
-    replaced = "forward" in vars(part) or any(
-        hasattr(v, "_torchdynamo_orig_callable") for v in vars(part).values()
-    )
+    replaced = "forward" in vars(part) or any(hasattr(v, "_torchdynamo_orig_callable") for v in vars(part).values())
     return hasattr(part, "_orig_mod") or part._compiled_call_impl is not None or replaced
 
 

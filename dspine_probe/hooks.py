@@ -188,9 +188,7 @@ class HookedDraft(HookedRootModule):
 
     @contextmanager
     def hooks(
-        self,
-        fwd_hooks: Iterable[tuple[Names, Hook]] = (),
-        bwd_hooks: Iterable[tuple[Names, Hook]] = (),
+        self, fwd_hooks: Iterable[tuple[Names, Hook]] = (), bwd_hooks: Iterable[tuple[Names, Hook]] = ()
     ) -> Iterator[Self]:
         """Hooks for the length of a `with` block; those set outside it are left alone.
 

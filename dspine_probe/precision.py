@@ -98,9 +98,7 @@ EXACT = Precision(FP32, FP32)
 
 def name_of(dtype: torch.dtype) -> str:
     """How a dtype is written down: "fp32", "bf16", or torch's own word for another."""
-    return next(
-        (name for name, known in _DTYPES.items() if known == dtype), str(dtype).removeprefix("torch.")
-    )
+    return next((name for name, known in _DTYPES.items() if known == dtype), str(dtype).removeprefix("torch."))
 
 
 def recorded(path: Path) -> str | None:

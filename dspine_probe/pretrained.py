@@ -42,9 +42,7 @@ def read_pretrained(
     source = _source(name)
     try:
         with _quiet_transformers():
-            model, report = AutoModelForCausalLM.from_pretrained(
-                source, dtype=dtype, output_loading_info=True
-            )
+            model, report = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True)
             tokenizer = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ProbeError(
@@ -82,14 +80,10 @@ def refuse_unsupported(model: PreTrainedModel, name: str) -> None:
     kind = model.config.model_type
     head = model.get_output_embeddings()
     if not hasattr(model.base_model, "layers") or head is None:
-        raise UsageError(
-            f"target '{name}' ({kind}) is not built like Llama or Qwen; use a target of that family"
-        )
+        raise UsageError(f"target '{name}' ({kind}) is not built like Llama or Qwen; use a target of that family")
     text = model.config.get_text_config()
     declared = {key: getattr(text, key, None) for key in _NEUTRAL_LOGITS}
-    changes = [
-        f"{key} {value}" for key, value in declared.items() if value not in (None, _NEUTRAL_LOGITS[key])
-    ]
+    changes = [f"{key} {value}" for key, value in declared.items() if value not in (None, _NEUTRAL_LOGITS[key])]
     changes += ["a head with a bias"] if getattr(head, "bias", None) is not None else []
     if changes:
         raise UsageError(
@@ -97,9 +91,7 @@ def refuse_unsupported(model: PreTrainedModel, name: str) -> None:
             "plain build"
         )
     if getattr(text, "tie_word_embeddings", False) and head.weight is not model.get_input_embeddings().weight:
-        raise UsageError(
-            f"target '{name}' declares a tied head but carries two matrices; call tie_weights() first"
-        )
+        raise UsageError(f"target '{name}' declares a tied head but carries two matrices; call tie_weights() first")
 
 
 def _source(name: str | Path) -> str:
@@ -119,9 +111,7 @@ def _checked_device(device: str | torch.device) -> torch.device:
         place = torch.device(device)
         torch.empty(0, device=place)
     except (RuntimeError, AssertionError) as error:
-        raise UsageError(
-            f"device '{device}' is not available here; use 'cpu' or a device torch can see"
-        ) from error
+        raise UsageError(f"device '{device}' is not available here; use 'cpu' or a device torch can see") from error
     return place
 
 

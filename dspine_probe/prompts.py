@@ -100,9 +100,7 @@ def _locate(source: str | Path) -> Path:
     path = data_dir() / "prompts" / f"{source}.jsonl" if str(source) in SHIPPED else Path(source)
     if not path.is_file():
         fault = "is a folder" if path.is_dir() else "was not found"
-        raise UsageError(
-            f"the prompt file {path} {fault}; give a JSONL file or the shipped set {SHIPPED[0]!r}"
-        )
+        raise UsageError(f"the prompt file {path} {fault}; give a JSONL file or the shipped set {SHIPPED[0]!r}")
     return path
 
 

@@ -48,13 +48,8 @@ def write(found: Reproduction, folder: Path) -> tuple[Path, list[str]]:
     """Write tables, figures and the report into `folder`; returns the report's path and notes on what was left out."""
     found.save(folder)
     sections = figure_blocks(found)
-    notes = {
-        write_figure(folder / name, block) for blocks in sections.values() for name, block in blocks.items()
-    }
-    write_text(
-        folder / REPORT,
-        page(HEADING, f"<script>{get_plotlyjs()}</script>", "".join(_body(found, sections))),
-    )
+    notes = {write_figure(folder / name, block) for blocks in sections.values() for name, block in blocks.items()}
+    write_text(folder / REPORT, page(HEADING, f"<script>{get_plotlyjs()}</script>", "".join(_body(found, sections))))
     return folder / REPORT, [*sorted(note for note in notes if note), *found.left_out.values()]
 
 
@@ -88,9 +83,7 @@ def _section(found: Reproduction, name: str, blocks: list[FigureBlock], first: i
     shown = ""
     if blocks:
         caption = f"<figcaption>{escape(blocks[0].sentence)}</figcaption>"
-        shown = (
-            f"<h3>{escape(blocks[0].title)}</h3>\n<figure>{blocks[0].plot_html(first)}{caption}</figure>\n"
-        )
+        shown = f"<h3>{escape(blocks[0].title)}</h3>\n<figure>{blocks[0].plot_html(first)}{caption}</figure>\n"
     folded = [_list("Findings", found.results[name].findings())]
     for owner, claim in found.claims():
         if owner == name:
@@ -101,9 +94,7 @@ def _section(found: Reproduction, name: str, blocks: list[FigureBlock], first: i
         if number == first:
             folded.append(f"{words}{block.table_html()}")
         else:
-            folded.append(
-                f"<h3>{escape(block.title)}</h3>\n{block.plot_html(number)}{words}{block.table_html()}"
-            )
+            folded.append(f"<h3>{escape(block.title)}</h3>\n{block.plot_html(number)}{words}{block.table_html()}")
     return (
         f'<section id="{name}"><h2>{escape(EXPERIMENTS[name].summary)}</h2>\n{shown}'
         f"<details><summary>Details</summary>\n{''.join(folded)}</details></section>\n"

@@ -63,11 +63,7 @@ class Target(TargetGeometry):
 
     @classmethod
     def load(
-        cls,
-        name: str | Path = EMBEDDED,
-        *,
-        dtype: torch.dtype = torch.float32,
-        device: str | torch.device = "cpu",
+        cls, name: str | Path = EMBEDDED, *, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
     ) -> "Target":
         """Load a target by name.
 
@@ -236,9 +232,7 @@ class Target(TargetGeometry):
 
     def _check_batch(self, ids: Tensor, attention_mask: Tensor | None) -> None:
         if ids.ndim != 2 or ids.numel() == 0:
-            raise UsageError(
-                f"token ids have shape {tuple(ids.shape)}; give [batch, ctx] with at least one token"
-            )
+            raise UsageError(f"token ids have shape {tuple(ids.shape)}; give [batch, ctx] with at least one token")
         if ids.shape[1] > self.max_positions:
             raise UsageError(
                 f"the context has {ids.shape[1]} tokens and target '{self.name}' takes {self.max_positions}; shorten it"
@@ -247,9 +241,7 @@ class Target(TargetGeometry):
         if attention_mask is None:
             return
         if attention_mask.shape != ids.shape:
-            raise UsageError(
-                f"the attention mask has shape {tuple(attention_mask.shape)}, ids {tuple(ids.shape)}"
-            )
+            raise UsageError(f"the attention mask has shape {tuple(attention_mask.shape)}, ids {tuple(ids.shape)}")
         if bool((attention_mask[:, 1:] > attention_mask[:, :-1]).any()):
             raise UsageError("the attention mask has padding before a token; pad on the right")
 

@@ -49,9 +49,7 @@ class TransferSpace:
         values, vectors = torch.linalg.eigh(scatter.double())
         values, vectors = values.flip(0)[:rank], vectors.flip(1)[:, :rank]
         if values[-1] <= 1e-7 * vocab:  # rounding noise of the fp32 scatter
-            raise UsageError(
-                f"the head has fewer than {rank} independent directions; choose a smaller transfer rank."
-            )
+            raise UsageError(f"the head has fewer than {rank} independent directions; choose a smaller transfer rank.")
         peak = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))
         vectors = vectors * peak.sign()
         return cls(mean, vectors.float(), values.float(), float(scatter.trace()))
@@ -78,9 +76,7 @@ class TransferSpace:
 
 
 def codes_from_projection(
-    head: Float[Tensor, "vocab d_model"],
-    mean: Float[Tensor, "d_model"],
-    projection: Float[Tensor, "d_model rank"],
+    head: Float[Tensor, "vocab d_model"], mean: Float[Tensor, "d_model"], projection: Float[Tensor, "d_model rank"]
 ) -> Float[Tensor, "vocab rank"]:
     """e_v = normalize((ŵ_v − μ) · P Λ^(−1/2)), fp32."""
     return normalize((_unit_rows(head) - mean.float()) @ projection.float(), dim=-1)

@@ -89,9 +89,7 @@ def extremes() -> dict[str, bool]:
     return {
         "never one of weight 0": all(not {1, 4} & set(w.tokens.flatten().tolist()) for w in drawn),
         "lowest and highest": [w.tokens[0].tolist() for w in drawn] == [[0, 3], [2, 5], [2, 5]],
-        "usable": usable(scores)
-        and not usable(scores.transpose(2, 3)[..., :2])
-        and not usable(scores.half()),
+        "usable": usable(scores) and not usable(scores.transpose(2, 3)[..., :2]) and not usable(scores.half()),
     }
 
 

@@ -172,9 +172,7 @@ def test_paired_ratio():
 def test_per_request_mean_leaves_out_prompts_without_rounds():
     empty = RequestCounts("draft", "toy", "2", 0, 0, False, (0, 0, 0), (0, 0, 0))
     counts = AcceptanceCounts((toy(), empty), resamples=50)
-    assert [float(counts.estimate("al_per_request", "draft", name).value) for name in ("toy", "mean")] == [
-        2.5
-    ] * 2
+    assert [float(counts.estimate("al_per_request", "draft", name).value) for name in ("toy", "mean")] == [2.5] * 2
 
 
 def test_result_comes_back_from_disk(tmp_path: Path):
@@ -217,9 +215,7 @@ def test_evaluate_is_real_decoding_of_every_draft():
             real = generate(target, draft, ids, max_new_tokens=NEW)
             expected = Rounds.of(real)
             stopped = real.finish == "stop"
-            assert found[prompt.id] == count_rounds(
-                name, prompt.set, prompt.id, expected, stopped=stopped, slots=4
-            )
+            assert found[prompt.id] == count_rounds(name, prompt.set, prompt.id, expected, stopped=stopped, slots=4)
     assert {stage for stage, _, _ in seen} == {"answers", "walks"}
     assert ("answers", 14, 14) in seen and seen[-1] == ("walks", 14, 14)
     assert result.drafts["b"]["architecture"] == DSPINE and list(result.drafts) == ["a", "b"]
@@ -233,9 +229,7 @@ def test_evaluate_is_real_decoding_of_every_draft():
         evaluate(target, {}, named, max_new_tokens=NEW)
 
 
-def test_evaluate_command_prints_a_table_and_saves_the_result(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_evaluate_command_prints_a_table_and_saves_the_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     target = tiny_target(stop_ids=(2, 9))
     listed = prompts(4)
     target.encode_chat = lambda text: listed[int(text)]
@@ -245,16 +239,7 @@ def test_evaluate_command_prints_a_table_and_saves_the_result(
     for name in ("x", "y"):
         rows = [json.dumps({"prompt": str(i)}) for i in range(4)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
-    options = [
-        "--prompts",
-        str(tmp_path),
-        "--limit",
-        "3",
-        "--max-new-tokens",
-        "12",
-        "--output",
-        str(tmp_path / "out"),
-    ]
+    options = ["--prompts", str(tmp_path), "--limit", "3", "--max-new-tokens", "12", "--output", str(tmp_path / "out")]
     command = ["evaluate", "--draft", str(tmp_path / "a"), "--draft", f"spine={tmp_path / 'b'}", *options]
     ran = CliRunner().invoke(app, command, env={"COLUMNS": "200"})
     assert ran.exit_code == 0, ran.output
@@ -274,7 +259,4 @@ def test_figures_show_what_their_words_say(draw):
     assert sum(len(trace.x) for trace in block.figure.data) == len(block.table)
     mean = float(result.counts.acceptance_length("one").value)
     first = float(result.counts.estimate("survival", "one").value[0])
-    assert (
-        f"one: mean {mean:.2f} tokens" in block.alt
-        or f"one: {100 * first:.0f} % of rounds keep slot 1" in block.alt
-    )
+    assert f"one: mean {mean:.2f} tokens" in block.alt or f"one: {100 * first:.0f} % of rounds keep slot 1" in block.alt

@@ -72,10 +72,7 @@ def test_tensors_have_the_public_names_and_nothing_of_the_target(architecture: s
     save_draft(tiny_draft(target, architecture), tmp_path / "draft", card="# Card")
     names = set(load_file(tmp_path / "draft" / "model.safetensors"))
     layer = (
-        *(
-            f"self_attn.{part}.weight"
-            for part in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
-        ),
+        *(f"self_attn.{part}.weight" for part in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")),
         *(f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")),
         *("input_layernorm.weight", "post_attention_layernorm.weight"),
     )
@@ -89,9 +86,7 @@ def test_tensors_have_the_public_names_and_nothing_of_the_target(architecture: s
     assert (tmp_path / "draft" / "README.md").read_text() == "# Card"
     (tmp_path / "plain").touch()
     modes = {path.stat().st_mode for path in (tmp_path / "draft").iterdir()}
-    assert modes == {(tmp_path / "plain").stat().st_mode}, (
-        "files of a checkpoint are as readable as any new file"
-    )
+    assert modes == {(tmp_path / "plain").stat().st_mode}, "files of a checkpoint are as readable as any new file"
     assert public_name("blocks.1.attn.q_norm.weight") == "layers.1.self_attn.q_norm.weight"
 
 
@@ -260,9 +255,7 @@ def test_saving_to_a_link_fills_the_folder_it_leads_to(tmp_path: Path):
 def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("DSPINE_PROBE_DATA", str(tmp_path))
     target = tiny_target()
-    with pytest.raises(
-        UsageError, match="'dflash' is not in .*clone of the repository, or set DSPINE_PROBE_DATA"
-    ):
+    with pytest.raises(UsageError, match="'dflash' is not in .*clone of the repository, or set DSPINE_PROBE_DATA"):
         load_draft("dflash", target)
     with pytest.raises(UsageError, match="shipped: none"):
         load_draft("dflsh", target)
@@ -281,11 +274,7 @@ def test_saving_replaces_a_checkpoint_but_nothing_else(tmp_path: Path):
     draft = tiny_draft(target)
     save_draft(draft, tmp_path / "draft", card="old")
     save_draft(draft, tmp_path / "draft")
-    assert sorted(path.name for path in tmp_path.rglob("*.*")) == [
-        "config.json",
-        "manifest.json",
-        "model.safetensors",
-    ]
+    assert sorted(path.name for path in tmp_path.rglob("*.*")) == ["config.json", "manifest.json", "model.safetensors"]
     (tmp_path / "draft" / "thesis.tex").write_text("years of work")
     with pytest.raises(UsageError, match="name a new folder"):
         save_draft(draft, tmp_path / "draft")

@@ -68,9 +68,7 @@ def test_a_folder_with_other_files_is_no_place_for_a_checkpoint(tmp_path: Path, 
     assert ran.exit_code == 2 and "name a new folder for the checkpoint" in ran.stderr
 
 
-def test_an_existing_path_is_a_path_and_anything_else_a_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_existing_path_is_a_path_and_anything_else_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for folder in ("lr=1e-3/final", "a=b"):
         os.makedirs(folder)
@@ -98,9 +96,7 @@ def test_drafts_are_located_before_the_target_is_fetched(
     assert ("clone of the repository" if command == "reproduce" else "draft 'dflsh' is neither") in ran.stderr
 
 
-def test_weights_are_loaded_in_the_precision_that_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_are_loaded_in_the_precision_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def tiny(_name: str, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Target:
         return Target.from_model(tiny_target().model.to(dtype), name="tiny-llama")
 

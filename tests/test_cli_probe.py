@@ -30,14 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def probe(folder: Path, name: str, *options: str) -> Result:
-    common = [
-        "--prompts",
-        str(folder / "asked.jsonl"),
-        "--max-new-tokens",
-        "20",
-        "--output",
-        str(folder / "out"),
-    ]
+    common = ["--prompts", str(folder / "asked.jsonl"), "--max-new-tokens", "20", "--output", str(folder / "out")]
     return CliRunner().invoke(app, ["probe", name, *common, *options], env={"COLUMNS": "200"})
 
 
@@ -65,9 +58,7 @@ def test_speed_decodes_on_the_engine_that_was_named(folder: Path) -> None:
     assert ran.exit_code == 0, ran.output
     assert SpeedResult.load(folder / "out").fewest == "1"
     unknown = probe(folder, "speed", *options, "--engine", "warp")
-    assert unknown.exit_code == 2 and "use one of auto, reference, cpu, gpu" in unknown.stderr.replace(
-        "\n", " "
-    )
+    assert unknown.exit_code == 2 and "use one of auto, reference, cpu, gpu" in unknown.stderr.replace("\n", " ")
 
 
 def test_requests_that_cannot_be_met_are_refused_in_one_sentence(folder: Path) -> None:
@@ -75,9 +66,7 @@ def test_requests_that_cannot_be_met_are_refused_in_one_sentence(folder: Path) -
     assert twice.exit_code == 2 and "NAME=FOLDER" in twice.stderr
     gateless = probe(folder, "gates", "--draft", str(folder / "a"))
     assert gateless.exit_code == 2 and "has no gates" in gateless.stderr
-    untrained = probe(
-        folder, "injection-depth", "--draft", str(folder / "a"), "--injectors", str(folder / "none")
-    )
+    untrained = probe(folder, "injection-depth", "--draft", str(folder / "a"), "--injectors", str(folder / "none"))
     assert untrained.exit_code == 2 and "no injectors" in untrained.stderr
     homeless = probe(folder, "injection-depth", "--draft", str(folder / "a"), "--features", str(folder))
     assert homeless.exit_code == 2 and "--injectors" in homeless.stderr

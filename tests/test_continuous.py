@@ -8,18 +8,14 @@ from dspine_probe.decoding.continuous import generate_greedy, generate_sampled, 
 from dspine_probe.errors import UsageError
 from dspine_probe.target import Target
 
-COMMON = dict(
-    vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=3, max_position_embeddings=256
-)
+COMMON = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=3, max_position_embeddings=256)
 
 
 def tiny(kind: str) -> torch.nn.Module:
     torch.manual_seed(0)
     if kind == "llama":
         heads = dict(num_attention_heads=4, num_key_value_heads=2)
-        model = LlamaForCausalLM(
-            LlamaConfig(**COMMON, **heads, attention_bias=True, tie_word_embeddings=True)
-        )
+        model = LlamaForCausalLM(LlamaConfig(**COMMON, **heads, attention_bias=True, tie_word_embeddings=True))
     elif kind == "llama-mha":
         heads = dict(num_attention_heads=4, num_key_value_heads=4)
         model = LlamaForCausalLM(LlamaConfig(**COMMON, **heads, mlp_bias=True, tie_word_embeddings=False))
@@ -40,9 +36,7 @@ def prompts(count: int, seed: int = 0) -> list[list[int]]:
 def reference(model: torch.nn.Module, ids: list[int], stop: list[int], limit: int) -> tuple[int, ...]:
     options = dict(do_sample=False, max_new_tokens=limit, eos_token_id=stop, pad_token_id=0)
     given = torch.tensor([ids])
-    written = model.generate(
-        given, attention_mask=torch.ones_like(given), **options
-    )  # ids may hold the padding id
+    written = model.generate(given, attention_mask=torch.ones_like(given), **options)  # ids may hold the padding id
     return tuple(written[0, len(ids) :].tolist())
 
 
@@ -79,9 +73,7 @@ def test_bfloat16_runs() -> None:
 
 def test_stopping_finishes_running_rows_only() -> None:
     target = Target.from_model(tiny("llama"), stop_ids=[])
-    done = generate_greedy(
-        target, prompts(20), max_new_tokens=6, batch_size=4, should_stop=iter_true_after(1)
-    )
+    done = generate_greedy(target, prompts(20), max_new_tokens=6, batch_size=4, should_stop=iter_true_after(1))
     assert len(done) == 4
     assert all(len(c.response_ids) == 6 for c in done)
 

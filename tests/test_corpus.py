@@ -20,9 +20,7 @@ from dspine_probe.training.worklog import WorkLog, read_work
 @pytest.fixture
 def target() -> Target:
     torch.manual_seed(0)
-    sizes = dict(
-        vocab_size=97, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
-    )
+    sizes = dict(vocab_size=97, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=1, max_position_embeddings=128))
     for name, p in model.named_parameters():
         p.data.normal_(1.0 if "norm" in name else 0.0, 0.5)
@@ -77,9 +75,7 @@ def test_full_disk_is_said_in_one_sentence() -> None:
         log.append({"id": "a"})
 
 
-def test_killed_run_resumes_to_the_same_corpus(
-    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_run_resumes_to_the_same_corpus(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = asked(40)
     whole = regenerate(target, prompts, tmp_path / "whole", **SETTINGS)
     original, asked_for = continuous._Queue._finished, []
@@ -140,9 +136,7 @@ def test_corpus_round_trip_with_and_without_prompts(tmp_path: Path) -> None:
     corpus.save(tmp_path / "with", include_prompts=True)
     assert Corpus.load(tmp_path / "with").examples == corpus.examples
     corpus.save(tmp_path / "without", include_prompts=False)
-    assert "prompt" not in (tmp_path / "without" / "tokens.safetensors").read_bytes()[:600].decode(
-        "latin1"
-    ).split('"')
+    assert "prompt" not in (tmp_path / "without" / "tokens.safetensors").read_bytes()[:600].decode("latin1").split('"')
     prompts = {"a": (1, 2), "b": (5,), "c": (9,)}
     assert Corpus.load(tmp_path / "without", prompts).examples == corpus.examples
     assert Corpus.load(tmp_path / "without", prompts).response_tokens == 4

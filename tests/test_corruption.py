@@ -19,18 +19,8 @@ from dspine_probe.experiments.corruption.blocks import OWN, prepare
 from dspine_probe.experiments.corruption.config import CorruptionConfig
 from dspine_probe.experiments.corruption.measure import corruption
 from dspine_probe.experiments.corruption.passes import CorruptionRunner, as_long_as, hide
-from dspine_probe.experiments.corruption.protocols import (
-    AnchorProtocol,
-    MessageProtocol,
-    PrefixProtocol,
-)
-from dspine_probe.experiments.corruption.replacements import (
-    KINDS,
-    RANK_2,
-    ZERO,
-    FrequencyBands,
-    replacement_tokens,
-)
+from dspine_probe.experiments.corruption.protocols import AnchorProtocol, MessageProtocol, PrefixProtocol
+from dspine_probe.experiments.corruption.replacements import KINDS, RANK_2, ZERO, FrequencyBands, replacement_tokens
 from dspine_probe.experiments.corruption.result import CorruptionResult
 from dspine_probe.experiments.corruption.scores import FIELDS, Cell, Sheets
 from dspine_probe.experiments.corruption.table import FACTORS, CorruptionTable
@@ -347,9 +337,7 @@ def test_the_result_has_every_protocol_place_and_control(result, scene):
 
 def test_change_is_after_minus_before_on_the_same_blocks(result):
     wanted = {"draft": "dflash", "protocol": "A", "site": "t−1", "kind": RANK_2, "subset": "all"}
-    means = {
-        m: result.select(**wanted, metric=m, slot="2")["mean"].item() for m in ("clean", "top1", "change")
-    }
+    means = {m: result.select(**wanted, metric=m, slot="2")["mean"].item() for m in ("clean", "top1", "change")}
     assert means["change"] == pytest.approx(means["top1"] - means["clean"])
 
 
@@ -364,9 +352,9 @@ def test_acceptance_under_true_anchors_is_that_of_the_walk(result, scene):
         by_set.append(sum(sum(r.committed) for r in mine) / sum(len(r.anchors) for r in mine))
     row = result.select(draft="dflash", protocol="decode", kind="clean", metric="al").iloc[0]
     assert row["mean"] == pytest.approx(sum(by_set) / len(by_set))
-    assert (
-        result.select(protocol="decode", kind="clean", metric="al_change")[["mean", "low", "high"]] == 0
-    ).all(axis=None)
+    assert (result.select(protocol="decode", kind="clean", metric="al_change")[["mean", "low", "high"]] == 0).all(
+        axis=None
+    )
 
 
 def test_results_come_back_from_disk_and_speak(result, tmp_path):
@@ -375,9 +363,7 @@ def test_results_come_back_from_disk_and_speak(result, tmp_path):
     pd.testing.assert_frame_equal(again.frame(), result.frame())
     assert again.findings() == result.findings() and again.claims() == result.claims()
     said = " ".join(result.findings())
-    assert (
-        "protocol A" in said and "protocol B" in said and "protocol C" in said and "acceptance length" in said
-    )
+    assert "protocol A" in said and "protocol B" in said and "protocol C" in said and "acceptance length" in said
     (claim,) = result.claims()
     assert claim.id == "P1" and "no-op" in claim.controls[0].name
     assert any("fine-tuned against parent" in control.name for control in claim.controls)

@@ -38,10 +38,7 @@ def test_a_wrong_token_is_measured_where_it_stands():
 
 
 def test_steps_are_those_of_bfloat16():
-    ulp = (
-        float(torch.tensor(17.0, dtype=torch.bfloat16).nextafter(torch.tensor(18.0, dtype=torch.bfloat16)))
-        - 17
-    )
+    ulp = float(torch.tensor(17.0, dtype=torch.bfloat16).nextafter(torch.tensor(18.0, dtype=torch.bfloat16))) - 17
     near = Divergence(prompt=0, at=0, expected=1, found=2, margin=-2 * ulp, step=0.125)
     assert ulp == near.step and near.steps == 2 and near.near_tie
     assert not Divergence(prompt=0, at=0, expected=1, found=2, margin=3 * ulp, step=ulp).near_tie

@@ -68,9 +68,7 @@ def test_what_is_missing_is_found(
     assert _findings(monkeypatch, replace(SOUND, **change))[what] == level
 
 
-def test_an_empty_cache_and_no_drafts_are_found(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_empty_cache_and_no_drafts_are_found(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DSPINE_PROBE_CACHE", str(tmp_path / "empty"))
     (data / "data/checkpoints/dflash/model.safetensors").unlink()
     assert _findings(monkeypatch, SOUND) == {"working offline": "limit", "measuring shipped drafts": "limit"}
@@ -124,9 +122,7 @@ def test_looking_at_this_machine_gives_json_and_tables(data: Path) -> None:
     assert report.machine == look()
 
 
-def test_the_browser_comes_from_the_environment_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_browser_comes_from_the_environment_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     browser = tmp_path / "browser"
     browser.write_text("")
     monkeypatch.setenv("BROWSER_PATH", str(browser))

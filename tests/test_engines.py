@@ -121,10 +121,7 @@ def test_weights_are_prepared_once_and_go_with_their_model(fast: Engines):
         (lambda t: setattr(t.model.config, "model_type", "gemma"), "the type 'gemma'"),
         (lambda t: setattr(t.config, "rope_parameters", {"rope_type": "dynamic"}), "a rope that depends"),
         (lambda t: setattr(t.config, "partial_rotary_factor", 0.5), "rotary embedding of 0.5 of each head"),
-        (
-            lambda t: setattr(t.model.model.layers[0].mlp.up_proj, "bias", nn.Parameter(torch.zeros(48))),
-            "biases",
-        ),
+        (lambda t: setattr(t.model.model.layers[0].mlp.up_proj, "bias", nn.Parameter(torch.zeros(48))), "biases"),
     ],
 )
 def test_targets_of_another_build_are_refused(fast: Engines, change: Callable[[Target], None], named: str):
@@ -183,11 +180,7 @@ def test_prompts_that_are_no_token_ids_are_refused_in_a_sentence(prompt: object,
 
 def test_a_batch_that_is_no_list_of_prompts_is_refused():
     target = tiny_target()
-    for given, named in (
-        ("text", "prompts are text"),
-        ([5, 6], "prompt 0 is no flat"),
-        ([[5], [99]], "prompt 1"),
-    ):
+    for given, named in (("text", "prompts are text"), ([5, 6], "prompt 0 is no flat"), ([[5], [99]], "prompt 1")):
         with pytest.raises(UsageError, match=named):
             generate_batch(target, None, given, max_new_tokens=NEW)
 

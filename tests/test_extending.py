@@ -104,9 +104,7 @@ def draft(extended: None, target: Target) -> Backbone:
     return new_draft(DRAFT, target, layers=2, block_size=5, taps=(0, 2), mask_token_id=63)
 
 
-def test_the_draft_is_trained_saved_loaded_and_lossless(
-    draft: Backbone, target: Target, tmp_path: Path
-) -> None:
+def test_the_draft_is_trained_saved_loaded_and_lossless(draft: Backbone, target: Target, tmp_path: Path) -> None:
     assert not draft.get_parameter("slot_vectors").any()
     answers = [generate(target, None, prompt, max_new_tokens=24) for prompt in prompts(4)]
     examples = [Example(str(i), tuple(one.prompt_ids), tuple(one.tokens)) for i, one in enumerate(answers)]

@@ -115,9 +115,7 @@ def test_a_prompt_longer_than_one_call_takes_is_read_whole(exact: FastCpu, monke
     target = tiny_target()
     prompt = torch.randint(3, VOCAB, (64 + 37,), generator=torch.Generator().manual_seed(2)).tolist()
     for draft in (None, tiny_draft(target, DSPINE)):
-        expected, found = (
-            generate(target, draft, prompt, max_new_tokens=NEW, engines=e) for e in (REFERENCE, exact)
-        )
+        expected, found = (generate(target, draft, prompt, max_new_tokens=NEW, engines=e) for e in (REFERENCE, exact))
         assert (found.tokens, found.rounds) == (expected.tokens, expected.rounds)
 
 
@@ -135,9 +133,7 @@ def test_only_context_rows_that_count_are_computed(exact: FastCpu, monkeypatch: 
     engine = exact.open_draft(tiny_draft(target, DSPINE), rows=3, capacity=200, width=5)
     seen: list[int] = []
     product = exact.kernels.product
-    monkeypatch.setattr(
-        exact.kernels, "product", lambda x, *a, **k: (seen.append(len(x)), product(x, *a, **k))[1]
-    )
+    monkeypatch.setattr(exact.kernels, "product", lambda x, *a, **k: (seen.append(len(x)), product(x, *a, **k))[1])
     taps = torch.randn(3, 160, 2 * target.hidden_size)
     engine.extend(taps, [3, 160, 1])
     engine.extend(taps[:, :5], [1, 5, 2])
@@ -206,9 +202,7 @@ assert kernels.product(x, matrix).sum() == x.sum()
 assert kernels.best(x, matrix, 1, gain=gain, eps=1e-5).sum() == 0
 """
     ran = subprocess.run(
-        ["sh", "-c", 'ulimit -s 8192; exec "$0" -c "$1"', sys.executable, script],
-        capture_output=True,
-        text=True,
+        ["sh", "-c", 'ulimit -s 8192; exec "$0" -c "$1"', sys.executable, script], capture_output=True, text=True
     )
     assert ran.returncode == 0, ran.stderr[-500:]
 
@@ -244,17 +238,13 @@ def test_without_a_compiler_the_reference_engine_decodes_and_says_so(monkeypatch
     assert "no C compiler" in engines.about["why not C"]
     target = tiny_target()
     draft = tiny_draft(target, DSPINE)
-    found, expected = (
-        generate(target, draft, [3, 4], max_new_tokens=4, engines=e) for e in (engines, REFERENCE)
-    )
+    found, expected = (generate(target, draft, [3, 4], max_new_tokens=4, engines=e) for e in (engines, REFERENCE))
     assert found.rounds == expected.rounds
 
 
 def test_a_compiler_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path):
     broken = tmp_path / "cc"
-    broken.write_text(
-        '#!/bin/sh\n[ "$1" = --version ] && echo "cc 0" && exit\necho "cannot make that" >&2\nexit 1\n'
-    )
+    broken.write_text('#!/bin/sh\n[ "$1" = --version ] && echo "cc 0" && exit\necho "cannot make that" >&2\nexit 1\n')
     broken.chmod(0o755)
     monkeypatch.setenv("CC", str(broken))
     monkeypatch.setenv("DSPINE_PROBE_CACHE", str(tmp_path))
@@ -274,9 +264,7 @@ def test_kernels_are_built_once(monkeypatch: pytest.MonkeyPatch, tmp_path):
 
 
 @pytest.mark.parametrize("in_pairs", [False, True])
-def test_bfloat16_is_multiplied_alike_in_pairs_and_widened(
-    monkeypatch: pytest.MonkeyPatch, tmp_path, in_pairs
-):
+def test_bfloat16_is_multiplied_alike_in_pairs_and_widened(monkeypatch: pytest.MonkeyPatch, tmp_path, in_pairs):
     kernels_or_skip()
     monkeypatch.setenv("DSPINE_PROBE_CACHE", str(tmp_path))
     monkeypatch.setattr(build, "load", partial(build.load, in_pairs=in_pairs))
@@ -290,9 +278,7 @@ def test_bfloat16_is_multiplied_alike_in_pairs_and_widened(
 def test_a_damaged_library_is_no_reason_to_fail(monkeypatch: pytest.MonkeyPatch, tmp_path):
     kernels_or_skip()
     monkeypatch.setenv("DSPINE_PROBE_CACHE", str(tmp_path))
-    monkeypatch.setattr(
-        build, "_compile", lambda _compiler, _folder, path, _numbers: path.write_text("no library")
-    )
+    monkeypatch.setattr(build, "_compile", lambda _compiler, _folder, path, _numbers: path.write_text("no library"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert "could not be kept or loaded" in FastCpu().about["why not C"]

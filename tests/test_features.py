@@ -78,9 +78,7 @@ def test_the_precision_is_written_down_and_a_resumed_build_keeps_it(tmp_path: Pa
 def test_a_finished_store_is_not_computed_again(target, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     build_features(target, examples(), TAPS, tmp_path / "store")
     calls: list[int] = []
-    build_features(
-        target, examples(), TAPS, tmp_path / "store", on_batch=lambda done, _total: calls.append(done)
-    )
+    build_features(target, examples(), TAPS, tmp_path / "store", on_batch=lambda done, _total: calls.append(done))
     assert not calls
 
 

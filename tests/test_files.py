@@ -58,10 +58,7 @@ def test_ctrl_c_leaves_no_rest(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "error",
-    [
-        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
-        RuntimeError("io error: No space left on device (os error 28)"),
-    ],
+    [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), RuntimeError("io error: No space left on device (os error 28)")],
 )
 def test_a_full_disk_is_one_clear_sentence(tmp_path: Path, error: Exception) -> None:
     def full(part: Path) -> None:
@@ -99,18 +96,14 @@ def test_the_cache_follows_the_environment(tmp_path: Path, monkeypatch: pytest.M
     assert cache_dir().is_dir()
 
 
-def test_a_cache_that_cannot_be_made_names_the_variable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_that_cannot_be_made_names_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("DSPINE_PROBE_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(ProbeError, match="set DSPINE_PROBE_CACHE"):
         cache_dir()
 
 
-def test_the_data_folder_is_the_repositorys_unless_set(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_data_folder_is_the_repositorys_unless_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DSPINE_PROBE_DATA", raising=False)
     assert (data_dir() / "prompts").is_dir()
     monkeypatch.setenv("DSPINE_PROBE_DATA", str(tmp_path))

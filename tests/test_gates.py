@@ -41,24 +41,7 @@ class Speller:
         return self.spelling[token]
 
 
-WORDS = [
-    "<s>",
-    " the",
-    "ing",
-    "7",
-    "\n\n",
-    "!",
-    "{",
-    "a1",
-    "▁der",
-    " don't",
-    "().",
-    "é\ufffd",
-    " ",
-    "**",
-    "ß",
-    "('",
-]
+WORDS = ["<s>", " the", "ing", "7", "\n\n", "!", "{", "a1", "▁der", " don't", "().", "é\ufffd", " ", "**", "ß", "('"]
 TOKENIZER = Speller(WORDS * 2)
 
 
@@ -120,9 +103,7 @@ def test_readings_are_those_of_single_blocks(spine, arena, readings):
         labels = answer.tokens[anchor + 1 : anchor + 1 + SLOTS]
         assert torch.equal(readings.labels[index], labels)
         for layer in range(LAYERS):
-            assert torch.allclose(
-                readings.gates[layer, index], cache[f"blocks.{layer}.inject.hook_gate"][0], atol=1e-5
-            )
+            assert torch.allclose(readings.gates[layer, index], cache[f"blocks.{layer}.inject.hook_gate"][0], atol=1e-5)
         assert torch.equal(readings.right[index], (logits[0].argmax(-1) == labels).float())
         assert torch.allclose(readings.log_prob[index], alone(spine, arena, index), atol=1e-4)
 

@@ -46,9 +46,7 @@ def test_plain_decoding_is_that_of_transformers():
     target = tiny_target()
     for prompt in prompts(5):
         ids = torch.tensor([prompt])
-        expected = target.model.generate(
-            ids, max_new_tokens=NEW, do_sample=False, eos_token_id=2, pad_token_id=0
-        )
+        expected = target.model.generate(ids, max_new_tokens=NEW, do_sample=False, eos_token_id=2, pad_token_id=0)
         found = plain(target, prompt)
         assert [*found.prompt_ids, *found.tokens] == expected[0].tolist()
         assert found.finish == ("stop" if found.tokens[-1] == 2 else "length")
@@ -61,14 +59,10 @@ def test_random_drafts_change_nothing(kind: str, architecture: str, trimmed: int
     draft = tiny_draft(target, architecture, trimmed=trimmed)
     listed = prompts(12)
     expected = [plain(target, prompt) for prompt in listed]
-    batches = [
-        generate_batch(target, draft, listed[at : at + 4], max_new_tokens=NEW) for at in range(0, 12, 4)
-    ]
+    batches = [generate_batch(target, draft, listed[at : at + 4], max_new_tokens=NEW) for at in range(0, 12, 4)]
     side_by_side = [found for batch in batches for found in batch]
     alone = [generate(target, draft, prompt, max_new_tokens=NEW) for prompt in listed[:4]]
-    for prompt, answer, found in zip(
-        listed + listed[:4], expected + expected[:4], side_by_side + alone, strict=True
-    ):
+    for prompt, answer, found in zip(listed + listed[:4], expected + expected[:4], side_by_side + alone, strict=True):
         assert (found.prompt_ids, found.tokens) == (tuple(prompt), answer.tokens)
         assert found.finish == answer.finish
         check_rounds(found)
@@ -108,9 +102,7 @@ class Oracle:
         return Proposal((known + (torch.rand(known.shape, generator=self.generator) < 0.15)) % VOCAB)
 
     def select(self, rows: list[int]) -> None:
-        self.sequences, self.lengths = (
-            [all_[row] for row in rows] for all_ in (self.sequences, self.lengths)
-        )
+        self.sequences, self.lengths = ([all_[row] for row in rows] for all_ in (self.sequences, self.lengths))
 
 
 class OracleEngines:
@@ -192,9 +184,7 @@ def test_length_limit_inside_a_block_is_kept():
     target, prompt = tiny_target(stop_ids=()), prompts(1)[0]
     free = plain(target, prompt)
     for limit in range(1, 14):
-        found = generate(
-            target, scripted(target, [*prompt, *free.tokens], set()), prompt, max_new_tokens=limit
-        )
+        found = generate(target, scripted(target, [*prompt, *free.tokens], set()), prompt, max_new_tokens=limit)
         assert found.tokens == free.tokens[:limit] and found.finish == "length"
         check_rounds(found)
     assert not generate(target, None, prompt, max_new_tokens=1).rounds

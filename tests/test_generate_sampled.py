@@ -54,9 +54,7 @@ def distributions(target: Target, sampling: Sampling) -> tuple[Tensor, Tensor]:
     return pairs, (pairs[..., None] * chances[2].view(FEW, FEW, FEW)).sum(dim=0)
 
 
-def p_values(
-    target: Target, draft: Draft | None, sampling: Sampling, engines: Engines = REFERENCE
-) -> list[float]:
+def p_values(target: Target, draft: Draft | None, sampling: Sampling, engines: Engines = REFERENCE) -> list[float]:
     """Of the first two tokens and of the last two of three."""
     answers = generate_batch(
         target,
@@ -107,12 +105,7 @@ def test_the_test_of_the_distribution_can_fail(target: Target):
 def test_cold_sampling_is_greedy(target: Target, name: str):
     draft, listed = make(name, target), [PROMPT[:size] for size in (1, 2, 3, 1)]
     cold = generate_batch(
-        target,
-        draft,
-        listed,
-        max_new_tokens=12,
-        sampling=Sampling(1e-6),
-        generators=generators(0, 4),
+        target, draft, listed, max_new_tokens=12, sampling=Sampling(1e-6), generators=generators(0, 4)
     )
     greedy = generate_batch(target, draft, listed, max_new_tokens=12)
     assert [(one.tokens, one.rounds) for one in cold] == [(one.tokens, one.rounds) for one in greedy]
@@ -122,17 +115,8 @@ def test_cold_sampling_is_greedy(target: Target, name: str):
 def test_a_row_draws_the_same_whatever_its_neighbours(architecture: str):
     target, listed = tiny_target(stop_ids=(2, 9, 17)), prompts(5)
     draft, sampling = tiny_draft(target, architecture), Sampling(2.0, top_p=0.95)
-    together = generate_batch(
-        target,
-        draft,
-        listed,
-        max_new_tokens=20,
-        sampling=sampling,
-        generators=generators(0, 5),
-    )
+    together = generate_batch(target, draft, listed, max_new_tokens=20, sampling=sampling, generators=generators(0, 5))
     for row, prompt in enumerate(listed):
-        alone = generate(
-            target, draft, prompt, max_new_tokens=20, sampling=sampling, generator=generators(0, 5)[row]
-        )
+        alone = generate(target, draft, prompt, max_new_tokens=20, sampling=sampling, generator=generators(0, 5)[row])
         assert (alone.tokens, alone.rounds) == (together[row].tokens, together[row].rounds)
     assert len({len(one.tokens) for one in together}) > 1, "no row finished before another"

@@ -29,9 +29,7 @@ def on_device(kind: str, architecture: str, folder: Path, dtype: torch.dtype) ->
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 @pytest.mark.parametrize("architecture", [DFLASH, DSPINE])
 @pytest.mark.parametrize("rows", [1, 4])
-def test_the_engine_decodes_what_the_reference_decodes(
-    kind: str, architecture: str, rows: int, tmp_path: Path
-) -> None:
+def test_the_engine_decodes_what_the_reference_decodes(kind: str, architecture: str, rows: int, tmp_path: Path) -> None:
     target, draft = on_device(kind, architecture, tmp_path, torch.float32)
     asked, engines = prompts(rows), FastGpu()
     assert DEVICE == "cpu" or engines.why_eager(target.device) is None, "steps are captured as CUDA graphs"

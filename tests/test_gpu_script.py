@@ -44,8 +44,7 @@ def test_a_speedup_is_acceptance_length_times_plain_step_over_round(script):
     names = {"plain step", *IN_EVERY_ROUND, *(name for parts in ROUNDS.values() for name in parts)}
     times = {name: 1.0 + place for place, name in enumerate(sorted(names))}
     rows = [
-        {"geometry": "g", "batch": 2, "part": name, "eager_ms": 100.0, "graph_ms": ms}
-        for name, ms in times.items()
+        {"geometry": "g", "batch": 2, "part": name, "eager_ms": 100.0, "graph_ms": ms} for name, ms in times.items()
     ]
     made = {row["draft"]: row for row in speedups(rows)}
     parts = (*IN_EVERY_ROUND, *ROUNDS["DSpine"])
@@ -74,9 +73,7 @@ def test_when_the_time_is_up_what_is_left_is_named(script):
     assert result["skipped"] == ["checks at odd: the time was up", "tiny: the time was up"]
 
 
-def test_without_a_device_only_a_rehearsal_elsewhere_than_in_the_results_is_taken(
-    script, monkeypatch, capsys
-):
+def test_without_a_device_only_a_rehearsal_elsewhere_than_in_the_results_is_taken(script, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["run", "--rehearse"])
     with pytest.raises(SystemExit, match="2"):
         script.main()

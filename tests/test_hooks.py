@@ -48,12 +48,7 @@ def make_inputs(dtype=torch.float32, seed=1):
 
 KINDS = (DFLASH, DSPINE)
 SHARED = {kind: HookedDraft(make_draft(kind)) for kind in KINDS}  # for tests that leave no trace
-POINTS = [
-    (kind, name)
-    for kind in KINDS
-    for name in SHARED[kind].hook_dict
-    if fires_in_pass(name, SHARED[kind].draft)
-]
+POINTS = [(kind, name) for kind in KINDS for name in SHARED[kind].hook_dict if fires_in_pass(name, SHARED[kind].draft)]
 LATE = [name for name in SHARED[DSPINE].hook_dict if not fires_in_pass(name, SHARED[DSPINE].draft)]
 INPUTS = make_inputs()
 
@@ -64,9 +59,7 @@ def draft(request):
 
 
 def no_hooks_left(hooked):
-    return not hooked.list_hooks() and not any(
-        m._forward_hooks or m._backward_hooks for m in hooked.draft.modules()
-    )
+    return not hooked.list_hooks() and not any(m._forward_hooks or m._backward_hooks for m in hooked.draft.modules())
 
 
 # ---- idle and life
@@ -233,16 +226,12 @@ def test_edits_reach_decoding(draft):
 def test_cache_holds_copies(draft):
     hooked = HookedDraft(draft)
     plain = hooked.run_with_cache(*INPUTS)[1]
-    spoil = [
-        (name, lambda x, hook: x.add_(1)) for name in ("blocks.1.hook_resid_pre", "blocks.1.attn.hook_z")
-    ]
+    spoil = [(name, lambda x, hook: x.add_(1)) for name in ("blocks.1.hook_resid_pre", "blocks.1.attn.hook_z")]
     with torch.no_grad(), hooked.hooks(spoil):
         cache = hooked.run_with_cache(*INPUTS, names_filter=["hook_embed", "blocks.0.hook_resid_post"])[1]
     assert torch.equal(cache["blocks.0.hook_resid_post"], plain["blocks.0.hook_resid_post"])
     kept = {name: value.clone() for name, value in plain.items()}
-    hooked.run_with_hooks(
-        *make_inputs(seed=5), fwd_hooks=[(lambda name: True, lambda x, hook: x.detach().mul_(2))]
-    )
+    hooked.run_with_hooks(*make_inputs(seed=5), fwd_hooks=[(lambda name: True, lambda x, hook: x.detach().mul_(2))])
     assert all(torch.equal(plain[name], value) for name, value in kept.items())
 
 
@@ -342,9 +331,7 @@ def test_a_raising_hook_leaves_nothing(kind, name):
         raise KeyError("mine")
 
     for run in (
-        lambda: hooked.run_with_hooks(
-            *INPUTS, fwd_hooks=[(name, fail), ("hook_embed", lambda x, hook: x + 1)]
-        ),
+        lambda: hooked.run_with_hooks(*INPUTS, fwd_hooks=[(name, fail), ("hook_embed", lambda x, hook: x + 1)]),
         lambda: _under(hooked, [(name, fail)]),
     ):
         with pytest.raises(KeyError, match="mine"):
@@ -429,13 +416,7 @@ def test_misfit_edits_are_refused(draft, bad, message):
 
 def test_hook_signatures(draft):
     hooked = HookedDraft(draft)
-    for fine in (
-        lambda t, h: t,
-        lambda t, hook: t,
-        lambda t, *, hook: t,
-        lambda *a: a[0],
-        lambda t, h=None, k=1: t,
-    ):
+    for fine in (lambda t, h: t, lambda t, hook: t, lambda t, *, hook: t, lambda *a: a[0], lambda t, h=None, k=1: t):
         hooked.run_with_hooks(*INPUTS, fwd_hooks=[("hook_embed", fine)])
     for bad in (lambda t: t, lambda t, h, k: t, "hook", None):
         with pytest.raises(UsageError, match="tensor, hook point"):

@@ -35,14 +35,7 @@ from dspine_probe.training.validation import split
 TARGET = tiny_target(stop_ids=(2, 9))
 SLOTS, LENGTH, PROMPT = 4, 24, 3
 SMALL = InjectionPlan(
-    blocks=64,
-    trial_blocks=16,
-    held_out_blocks=16,
-    sequences=2,
-    anchors=4,
-    rates=(3e-3, 3e-2),
-    rank=8,
-    message=6,
+    blocks=64, trial_blocks=16, held_out_blocks=16, sequences=2, anchors=4, rates=(3e-3, 3e-2), rank=8, message=6
 )
 LETTERS = 8
 """Tokens used by made-up texts, few enough that guessing shows."""
@@ -81,14 +74,7 @@ def held_out_top1(arms: InjectorSet, name: str) -> float:
 
 
 LEARN = dataclasses.replace(
-    SMALL,
-    blocks=64 * 100,
-    trial_blocks=64,
-    held_out_blocks=640,
-    sequences=4,
-    anchors=16,
-    rates=(1e-2,),
-    slow=0.5,
+    SMALL, blocks=64 * 100, trial_blocks=64, held_out_blocks=640, sequences=4, anchors=16, rates=(1e-2,), slow=0.5
 )
 
 
@@ -222,9 +208,7 @@ def test_the_chosen_rate_is_the_best_tried_and_the_draft_is_left_alone(trained):
     for record in arms.records.values():
         assert len(record["trials"]) == 2
         assert record["trials"][str(record["rate"])] == min(record["trials"].values())
-    fresh = (
-        tiny_draft(TARGET, DSPINE, trimmed=40) if draft.config.is_causal else tiny_draft(TARGET, trimmed=40)
-    )
+    fresh = tiny_draft(TARGET, DSPINE, trimmed=40) if draft.config.is_causal else tiny_draft(TARGET, trimmed=40)
     for ours, theirs in zip(draft.parameters(), fresh.parameters(), strict=True):
         assert torch.equal(ours, theirs) and ours.requires_grad
     moved = arms.modules["depth-1-unfrozen"].own.fc.weight
@@ -302,10 +286,7 @@ def measured(trained, arena) -> InjectionDepthResult:
 def test_every_arm_is_scored_and_an_untrained_injector_changes_nothing(measured, trained):
     _, _, arms = trained
     top = measured.rows("toy", "top1")
-    assert set(top["arm"]) == {*arms.modules, FLOOR, NO_OP} and list(measured.members("toy")) == [
-        "toy-0",
-        "toy-1",
-    ]
+    assert set(top["arm"]) == {*arms.modules, FLOOR, NO_OP} and list(measured.members("toy")) == ["toy-0", "toy-1"]
     given = set(top[top["arm"] == "depth-1"]["predecessor"])
     assert given == {"true", "rank-2", "rho 0.00", "rho 0.50", "rho 0.75"}
     nothing = measured.rows("toy", "difference", arm=f"{NO_OP} − {FLOOR}").iloc[0]
@@ -334,9 +315,7 @@ def test_what_is_said_can_be_saved_drawn_and_read_aloud(measured, trained, tmp_p
     assert "depth 1 − depth 2" in text and "by seed: toy-0" in text and "markov" in text
     assert ("leak" in text) == (not draft.config.is_causal)
     (claim,) = again.claims()
-    assert claim.id == "P2" and any(
-        control.name.startswith(NO_OP) and control.passed for control in claim.controls
-    )
+    assert claim.id == "P2" and any(control.name.startswith(NO_OP) and control.passed for control in claim.controls)
     missing = {control.name for control in claim.controls if control.outcome == "not measured"}
     assert missing == (set() if draft.config.is_causal else {"a causal trunk"})
     for block in (by_depth(again), by_reliability(again)):
@@ -347,8 +326,7 @@ def test_a_causal_draft_of_the_same_result_stands_as_a_control_of_the_bidirectio
     alone = measured.table[measured.table["draft"] == "toy-0"]
     table = pd.concat([alone.assign(draft=name) for name in ("wide", "narrow")])
     drafts = {
-        name: {**measured.drafts["toy-0"], "family": name, "causal": name == "narrow"}
-        for name in ("wide", "narrow")
+        name: {**measured.drafts["toy-0"], "family": name, "causal": name == "narrow"} for name in ("wide", "narrow")
     }
     wide, narrow = dataclasses.replace(measured, table=table, drafts=drafts).claims()
     (control,) = (one for one in wide.controls if one.name == "a causal trunk")
@@ -401,20 +379,16 @@ def test_seeds_are_said_by_the_record_and_not_by_the_name():
     assert unknown == {"dflash-51200": "dflash-51200", "dflash-320000": "dflash-320000"}
     budgets = of(**{"dflash-51200": {**short, "seed": 0}, "dflash-320000": {**long, "seed": 0}})
     assert len(set(budgets.values())) == 2
-    assert of(d0={**short, "seed": 0}, d1={**short, "seed": 1}, other={}) == {
-        "d0": "d",
-        "d1": "d",
-        "other": "other",
-    }
+    assert of(d0={**short, "seed": 0}, d1={**short, "seed": 1}, other={}) == {"d0": "d", "d1": "d", "other": "other"}
     named = of(first={**short, "seed": 0}, second={**short, "seed": 1})
     assert set(named.values()) == {"mean of first, second"}
 
 
 def test_depth_sorts_as_a_number_in_deep_drafts(measured):
     rows = measured.table[measured.table["condition"] == "depth-1 | true"]
-    deep = pd.concat(
-        rows.assign(depth=depth, condition=f"depth-{depth} | true") for depth in (10, 2, 1)
-    ).astype({"depth": "Int64"})
+    deep = pd.concat(rows.assign(depth=depth, condition=f"depth-{depth} | true") for depth in (10, 2, 1)).astype(
+        {"depth": "Int64"}
+    )
     made = dataclasses.replace(measured, table=deep)
     assert made.curve("toy")["depth"].tolist() == [1, 2, 10]
 
@@ -425,15 +399,13 @@ def test_depth_sorts_as_a_number_in_deep_drafts(measured):
         (
             "injection_depth",
             19,
-            "dflash, depths 1, 2 − depths 4, 5, 1 seed: +0.6 points (-0.3, +1.5), n = 6720 slots of held-out "
-            "prompts",
+            "dflash, depths 1, 2 − depths 4, 5, 1 seed: +0.6 points (-0.3, +1.5), n = 6720 slots of held-out prompts",
             [True, True, True, None, True, True, None, True, None, True, True, True, None, None],
         ),
         (
             "injection_depth_seeds",
             8,
-            "dflash, depths 1, 2 − depths 4, 5, 3 seeds: -0.3 points (-0.9, +0.3), n = 6720 slots of held-out "
-            "prompts",
+            "dflash, depths 1, 2 − depths 4, 5, 3 seeds: -0.3 points (-0.9, +0.3), n = 6720 slots of held-out prompts",
             [True, *[None] * 10],
         ),
     ],

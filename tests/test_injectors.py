@@ -6,25 +6,9 @@ from tiny import tiny_draft, tiny_target
 
 from dspine_probe.config import DFLASH, DSPINE
 from dspine_probe.errors import UsageError
-from dspine_probe.experiments.injection_depth.arms import (
-    ALL,
-    GROUPS,
-    LEAK,
-    Arm,
-    arms_of,
-    borrowed,
-    build,
-    contrasted,
-)
+from dspine_probe.experiments.injection_depth.arms import ALL, GROUPS, LEAK, Arm, arms_of, borrowed, build, contrasted
 from dspine_probe.experiments.injection_depth.blocks import BlockPass, every_slot, one_slot, refuse_leak
-from dspine_probe.experiments.injection_depth.injectors import (
-    NOISE,
-    RANDOM,
-    TRANSFER,
-    CodeInjector,
-    Codes,
-    ExtraMLP,
-)
+from dspine_probe.experiments.injection_depth.injectors import NOISE, RANDOM, TRANSFER, CodeInjector, Codes, ExtraMLP
 from dspine_probe.training.anchors import Batch
 
 RANK, MESSAGE = 8, 6
@@ -143,9 +127,7 @@ def test_codes_are_root_rank_long_and_only_transfer_and_random_codes_know_the_to
         found[kind] = CODES.message(kind, tokens, torch.Generator().manual_seed(0))
         torch.testing.assert_close(found[kind].norm(dim=-1), torch.full((3,), RANK**0.5))
     assert torch.equal(found[TRANSFER][0], found[TRANSFER][2])
-    assert torch.equal(found[RANDOM][0], found[RANDOM][2]) and not torch.equal(
-        found[NOISE][0], found[NOISE][2]
-    )
+    assert torch.equal(found[RANDOM][0], found[RANDOM][2]) and not torch.equal(found[NOISE][0], found[NOISE][2])
     assert torch.equal(CODES.random, Codes.of(TARGET.head, RANK, 0).random)
     assert not torch.equal(CODES.random, Codes.of(TARGET.head, RANK, 1).random)
 
@@ -174,8 +156,6 @@ def test_what_the_draft_does_not_have_is_refused():
 
 
 def test_contrasted_depths_never_overlap_and_a_causal_draft_has_no_leak_to_show():
-    assert (
-        contrasted(5) == ((1, 2), (4, 5)) and contrasted(2) == ((1,), (2,)) and contrasted(3) == ((1,), (3,))
-    )
+    assert contrasted(5) == ((1, 2), (4, 5)) and contrasted(2) == ((1,), (2,)) and contrasted(3) == ((1,), (3,))
     groups = arms_of(tiny_draft(TARGET, is_causal=True))
     assert tuple(groups) == GROUPS and groups[LEAK] == ()

@@ -110,9 +110,7 @@ def test_intermediate_layers_get_a_gradient_and_so_do_the_readouts(arm: str) -> 
     batch, _ = step(DFlashObjective(draft))
     states = draft.run(draft.encode_context(batch.taps), batch.anchor_tokens, batch.anchors)
     module(draft, states.residuals, batch, batch.tokens[:, 1:], batch.weight).sum().backward()
-    touched = [
-        any(bool((p.grad != 0).any()) for p in b.parameters() if p.grad is not None) for b in draft.blocks
-    ]
+    touched = [any(bool((p.grad != 0).any()) for p in b.parameters() if p.grad is not None) for b in draft.blocks]
     assert touched == [True] * (LAYERS - 1) + [False]
     assert all(p.grad is not None and p.grad.any() for p in module.readouts)
     assert len(module.readouts) == (LAYERS - 1 if arm in CODE_ARMS else 0)
@@ -138,9 +136,7 @@ def test_expected_codes_are_those_of_the_drafts_own_vocabulary() -> None:
 def test_a_supervised_run_resumes_to_the_bit(arm: str, tmp_path: Path) -> None:
     store, drafts = toy_store(), [toy_draft("dflash") for _ in range(3)]
     modules = [arm_of(arm) for _ in drafts]
-    for draft, module, folder, stop in zip(
-        drafts, modules, ("whole", "cut", "cut"), (None, 9, None), strict=True
-    ):
+    for draft, module, folder, stop in zip(drafts, modules, ("whole", "cut", "cut"), (None, 9, None), strict=True):
         objective = objective_for(draft, module)
         train(draft, store, CONFIG, tmp_path / folder, held_out=[0], objective=objective, stop_after=stop)
     for name, value in drafts[0].state_dict().items():
@@ -151,9 +147,7 @@ def test_a_supervised_run_resumes_to_the_bit(arm: str, tmp_path: Path) -> None:
     assert len(kept) == len(modules[0].readouts)
     assert all(torch.equal(a, b) for a, b in zip(kept, modules[0].readouts, strict=True))
     assert (tmp_path / "cut" / READOUTS).exists() == (arm == "cosine")
-    assert all(not torch.equal(a, b) for a, b in zip(kept, kept[1:], strict=False)), (
-        "one readout for each layer"
-    )
+    assert all(not torch.equal(a, b) for a, b in zip(kept, kept[1:], strict=False)), "one readout for each layer"
     whole, cut = (read_rows(tmp_path / name / VALIDATION) for name in ("whole", "cut"))
     assert [row["step"] for row in whole] == ["4", "8", "12", "16", "20"]
     assert [row for row in cut if row["step"] != "9"] == whole
@@ -169,9 +163,7 @@ def test_a_kill_after_the_last_state_leaves_no_row_twice(tmp_path: Path) -> None
 
 def test_another_arm_does_not_go_on_from_the_state_of_this_one(tmp_path: Path) -> None:
     draft = toy_draft("dflash")
-    train(
-        draft, toy_store(), CONFIG, tmp_path, objective=objective_for(draft, arm_of("cosine")), stop_after=1
-    )
+    train(draft, toy_store(), CONFIG, tmp_path, objective=objective_for(draft, arm_of("cosine")), stop_after=1)
     with pytest.raises(UsageError, match=r"other settings \(supervision\)"):
         train(toy_draft("dflash"), toy_store(), CONFIG, tmp_path)
 

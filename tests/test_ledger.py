@@ -69,10 +69,7 @@ def test_ledger_is_the_same_text_every_time_and_names_its_sources(folder):
     first = (folder / "claims.md").read_text()
     write_ledger(folder, folder / "claims.md")
     assert (folder / "claims.md").read_text() == first == render(collect(folder))
-    assert (
-        "From `acceptance_public/acceptance.json`, made by `dspine-probe evaluate --draft a --draft b"
-        in first
-    )
+    assert "From `acceptance_public/acceptance.json`, made by `dspine-probe evaluate --draft a --draft b" in first
     assert "From `emergence.json`, made by `make reproduce`" in first
     assert str(folder) not in first
     assert first.count("Here: not measured.") == len(PUBLISHED) - 2
@@ -88,9 +85,7 @@ def test_an_edited_result_changes_the_ledger(folder):
     changed = render(collect(folder))
     assert changed != before
     table = pd.read_csv(folder / "emergence.csv")
-    table.loc[
-        (table["condition"] == "trained | translator") & (table["depth"] == 1), ["mean", "low", "high"]
-    ] = (
+    table.loc[(table["condition"] == "trained | translator") & (table["depth"] == 1), ["mean", "low", "high"]] = (
         -0.3,
         -0.4,
         -0.2,
@@ -109,8 +104,7 @@ def test_acceptance_claims_the_ratio_and_how_far_it_carries():
     claim = acceptance().claims()[0]
     result = acceptance()
     assert (
-        f"= {float(result.counts.paired_ratio('b', 'a').value):.2f} (" in claim.here
-        and "n = 6 prompts" in claim.here
+        f"= {float(result.counts.paired_ratio('b', 'a').value):.2f} (" in claim.here and "n = 6 prompts" in claim.here
     )
     assert claim.holds is True and claim.controls[0] == Control(
         "ahead in every set alone", "2 of 2 intervals above 1", True
@@ -123,9 +117,7 @@ def test_acceptance_claims_the_ratio_and_how_far_it_carries():
 def test_emergence_claims_hold_only_where_controls_could_tell():
     claim = emergence().claims()[0]
     assert (
-        claim.holds is True
-        and "+20.0 points (+15.0, +25.0) at depth 2" in claim.here
-        and "depth 3" not in claim.here
+        claim.holds is True and "+20.0 points (+15.0, +25.0) at depth 2" in claim.here and "depth 3" not in claim.here
     )
     passed = {control.name: control.passed for control in claim.controls}
     assert passed == {
@@ -142,12 +134,8 @@ def test_emergence_claims_hold_only_where_controls_could_tell():
 
 
 def test_verdicts_controls_and_cells_are_spelled_out():
-    claim = Claim.on(
-        "P2", here="a | b\nc", controls=[("x", "y", False), ("z", "w", True)], holds=None, command="run"
-    )
-    text = render(
-        [Filed(claim, "some/where.json"), Filed(replace(claim, here="again", holds=False), "else.json")]
-    )
+    claim = Claim.on("P2", here="a | b\nc", controls=[("x", "y", False), ("z", "w", True)], holds=None, command="run")
+    text = render([Filed(claim, "some/where.json"), Filed(replace(claim, here="again", holds=False), "else.json")])
     assert "| a \\| b c | not decided | 1 passed, 1 failed |" in text
     assert "| x | y | failed |" in text and "| z | w | passed |" in text
     assert "|  |  |  | again | does not hold |" in text and text.count("| P2 |") == 1, "said once"

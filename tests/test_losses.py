@@ -55,14 +55,10 @@ def test_candidate_loss_by_hand() -> None:
     scores = torch.tensor([[2.0, 1.0], [0.0, 3.0], [1.0, 1.0]])
     candidates, labels = torch.tensor([[4, 5], [6, 7], [8, 9]]), torch.tensor([5, 1, 8])
     mass, weight = torch.tensor([[0.3, 0.1], [0.2, 0.2], [0.0, 0.0]]), torch.tensor([1.0, 0.5, 0.25])
-    got = candidate_loss(
-        scores, candidates, labels, mass, weight, ce_weight=0.1, l1_weight=0.9, mass_threshold=1e-4
-    )
+    got = candidate_loss(scores, candidates, labels, mass, weight, ce_weight=0.1, l1_weight=0.9, mass_threshold=1e-4)
     p = scores.softmax(-1)
     ce = torch.stack([-p[0, 1].log(), torch.tensor(0.0), -p[2, 0].log()])
-    l1 = torch.stack(
-        [(p[0] - torch.tensor([0.75, 0.25])).abs().sum(), (p[1] - 0.5).abs().sum(), torch.tensor(0.0)]
-    )
+    l1 = torch.stack([(p[0] - torch.tensor([0.75, 0.25])).abs().sum(), (p[1] - 0.5).abs().sum(), torch.tensor(0.0)])
     torch.testing.assert_close(got, (weight * (0.1 * ce + 0.9 * l1)).sum())
 
 

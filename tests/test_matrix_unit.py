@@ -19,9 +19,7 @@ def test_a_row_has_the_same_bits_alone_and_beside_others(inputs: int):
         assert torch.equal(compute.product(x[:rows].contiguous(), matrix), whole[:rows])
 
 
-def test_kernels_without_the_matrix_unit_are_loaded_where_the_system_forbids_it(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_kernels_without_the_matrix_unit_are_loaded_where_the_system_forbids_it(monkeypatch: pytest.MonkeyPatch):
     kernels_or_skip(torch.bfloat16)
     asked: list[bool] = []
 

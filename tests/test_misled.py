@@ -33,9 +33,7 @@ class Trusting(Scripted):
 
     def draft_greedy(self, context, anchor_tokens, anchors, *, width=None):
         shown, self.exact_context = int(anchor_tokens), False
-        truth = super().draft_greedy(
-            context, torch.tensor([[self.tokens[int(anchors)]]]), anchors, width=width
-        )
+        truth = super().draft_greedy(context, torch.tensor([[self.tokens[int(anchors)]]]), anchors, width=width)
         return truth if shown == self.tokens[int(anchors)] else (truth + 1) % VOCAB
 
 

@@ -62,9 +62,7 @@ def number_checks(notebook):
     numbered = Numbered()
     for cell in code_cells(notebook):
         cell.source = ast.unparse(numbered.visit(ast.parse(cell.source)))
-    first, last = (
-        nbformat.v4.new_code_cell(line) for line in ("reached_checks = set()", "print(*reached_checks)")
-    )
+    first, last = (nbformat.v4.new_code_cell(line) for line in ("reached_checks = set()", "print(*reached_checks)"))
     notebook.cells = [first, *notebook.cells, last]
     return numbered.checks
 
@@ -91,9 +89,7 @@ def test_notebook_runs(path):
     notebook = nbformat.read(path, as_version=4)
     shrink(notebook)
     run(notebook)
-    kinds = [
-        {kind for output in cell.outputs for kind in output.get("data", {})} for cell in code_cells(notebook)
-    ]
+    kinds = [{kind for output in cell.outputs for kind in output.get("data", {})} for cell in code_cells(notebook)]
     assert any(PLOTLY in kind for kind in kinds), "no figure was drawn"
     views = sum("application/vnd.jupyter.widget-view+json" in kind for kind in kinds)
     assert views == sum(LIVE in tags(cell) for cell in notebook.cells), "a live cell shows no view"

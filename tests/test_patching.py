@@ -5,15 +5,7 @@ import torch
 from toy import BLOCK, D_MODEL, LAYERS, TAPS, VOCAB, seeded, toy_draft
 
 from dspine_probe.errors import UsageError
-from dspine_probe.experiments.patching import (
-    Blocks,
-    Site,
-    places,
-    recovered,
-    residual_sites,
-    sweep,
-    sweep_one_by_one,
-)
+from dspine_probe.experiments.patching import Blocks, Site, places, recovered, residual_sites, sweep, sweep_one_by_one
 from dspine_probe.hooks import HookedDraft
 
 KINDS = [("dflash", False), ("dflash", True), ("dspine", True)]
@@ -97,9 +89,7 @@ def test_causal_blocks_pass_a_patch_to_the_right_only():
 def test_scores_get_the_block_of_every_row(draft):
     hooked, blocks = HookedDraft(draft), make_blocks(draft)
     values, _ = cached(hooked, blocks, places(draft))
-    swept = sweep(
-        draft, blocks, residual_sites(draft), values, lambda hidden, block: block.float(), most_rows=20
-    )
+    swept = sweep(draft, blocks, residual_sites(draft), values, lambda hidden, block: block.float(), most_rows=20)
     assert torch.equal(swept.unpatched, torch.arange(6.0))
     assert torch.equal(swept.patched, torch.arange(6.0).expand(len(residual_sites(draft)), -1))
 

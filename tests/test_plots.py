@@ -22,10 +22,7 @@ from dspine_probe.plots.panels import floors, grids, panels
 
 def _emergence():
     target = tiny_target()
-    drafts = {
-        "dflash": tiny_draft(target, DFLASH, trimmed=40),
-        "dspine": tiny_draft(target, DSPINE, trimmed=40),
-    }
+    drafts = {"dflash": tiny_draft(target, DFLASH, trimmed=40), "dspine": tiny_draft(target, DSPINE, trimmed=40)}
     return emergence(drafts, make_rows(9), config=SMALL)
 
 
@@ -61,9 +58,7 @@ def _parse(path):
 
 def test_every_block_has_words_and_numbers_that_agree(blocks):
     for name, block in blocks.items():
-        assert (
-            block.title and "n = " in block.caption and len(block.table) and "nan" not in block.alt.lower()
-        ), name
+        assert block.title and "n = " in block.caption and len(block.table) and "nan" not in block.alt.lower(), name
         assert re.search(r"\d", block.alt) and block.alt.endswith(".")
         assert block.figure.layout.paper_bgcolor == style.PAPER and block.figure.layout.font.size >= 12
 
@@ -141,17 +136,13 @@ def _rows():
 
 def test_panels_draw_every_series_once_in_the_legend_with_its_interval():
     for kind, trace in (("bars", go.Bar), ("lines", go.Scatter), ("points", go.Scatter)):
-        figure = panels(
-            _rows(), by="kind", x="site", kind=kind, scale=100, names={"x": "wrong", "y": "right"}
-        )
+        figure = panels(_rows(), by="kind", x="site", kind=kind, scale=100, names={"x": "wrong", "y": "right"})
         assert [type(one) for one in figure.data] == [trace] * 3
         assert [(one.name, one.showlegend) for one in figure.data] == [
             ("wrong", True), ("right", True), ("right", False),
         ]  # fmt: skip
         assert figure.data[0].y.tolist() == pytest.approx([10, 20]) and figure.data[2].xaxis == "x2"
-        assert figure.data[0].error_y.array[0] == pytest.approx(20) and np.isnan(
-            figure.data[0].error_y.array[1]
-        )
+        assert figure.data[0].error_y.array[0] == pytest.approx(20) and np.isnan(figure.data[0].error_y.array[1])
         assert [a.text for a in figure.layout.annotations] == ["a", "b"]
     assert len(panels(_rows(), by="draft", x="site", column=None).data) == 2
     with pytest.raises(UsageError, match="nothing to draw"):
@@ -168,13 +159,8 @@ def test_floors_lie_in_the_panel_of_their_row():
 def test_grids_share_one_scale():
     table = pd.DataFrame({1: [0.1, 0.4], 2: [0.2, 0.3]}, index=[1, 2])
     figure = grids({"a": table, "b": 2 * table}, unit="share", x="slot", y="layer", digits=2, top=0.8)
-    assert [trace.coloraxis for trace in figure.data] == [
-        "coloraxis"
-    ] * 2 and figure.layout.coloraxis.cmax == 0.8
-    assert figure.data[1].z.tolist() == pytest.approx((2 * table).to_numpy()) and figure.data[0].x == (
-        "1",
-        "2",
-    )
+    assert [trace.coloraxis for trace in figure.data] == ["coloraxis"] * 2 and figure.layout.coloraxis.cmax == 0.8
+    assert figure.data[1].z.tolist() == pytest.approx((2 * table).to_numpy()) and figure.data[0].x == ("1", "2")
 
 
 # ---- files

@@ -19,15 +19,7 @@ from dspine_probe.experiments.common.linear_probe import (
     split_groups,
 )
 from dspine_probe.experiments.probing.measure import ProbingConfig, probing
-from dspine_probe.experiments.probing.questions import (
-    ACCEPTED,
-    OWN,
-    PREDECESSOR,
-    SLOT,
-    SUCCESSOR,
-    ask,
-    read_rows,
-)
+from dspine_probe.experiments.probing.questions import ACCEPTED, OWN, PREDECESSOR, SLOT, SUCCESSOR, ask, read_rows
 from dspine_probe.experiments.probing.table import ProbingResult
 from dspine_probe.plots.probing import curves, heatmap
 
@@ -83,14 +75,10 @@ def test_the_control_task_is_learned_by_heart_and_only_from_types_that_recur(ran
         scores = []
         for seed in range(3):
             y = control_labels(tokens, torch.arange(4), seeded(seed))
-            assert len({(t, c) for t, c in zip(tokens.tolist(), y.tolist(), strict=True)}) == len(
-                tokens.unique()
-            )
+            assert len({(t, c) for t, c in zip(tokens.tolist(), y.tolist(), strict=True)}) == len(tokens.unique())
             parts = split_groups(group, generator=seeded(seed))
             held = torch.isin(tokens, torch.randperm(64, generator=seeded(seed))[:20])
-            scores.append(
-                (accuracy(x, y, parts), accuracy(x, y, parts.only(~held, test_too=False), where=held))
-            )
+            scores.append((accuracy(x, y, parts), accuracy(x, y, parts.only(~held, test_too=False), where=held)))
         recurring.append(sum(a for a, _ in scores) / 3)
         withheld.append(sum(b for _, b in scores) / 3)
     assert recurring[0] > 0.98 and recurring[1] < 0.6 and recurring[2] < 0.6
@@ -121,18 +109,14 @@ def test_probe_standardises_with_training_rows_and_chooses_on_validation():
     probe = fit_probe(x, y, parts, config=ProbeConfig(), generator=seeded())
     assert float((probe.predict(x[parts.test]) == y[parts.test]).float().mean()) > 0.9
     assert torch.allclose(
-        torch.tensor(probe.model.named_steps["standardscaler"].mean_),
-        x[parts.train].double().mean(0),
-        rtol=1e-4,
+        torch.tensor(probe.model.named_steps["standardscaler"].mean_), x[parts.train].double().mean(0), rtol=1e-4
     )
     shifted = x.clone()
     shifted[parts.test] += 100  # the test part has no say in the fit
     again = fit_probe(shifted, y, parts, config=ProbeConfig(), generator=seeded())
     assert again.penalty == probe.penalty and again.validation_accuracy == probe.validation_accuracy
     alone = {
-        c: fit_probe(
-            x, y, parts, config=ProbeConfig(penalties=(c, c / 2, c / 3, c / 4, c / 5)), generator=seeded()
-        )
+        c: fit_probe(x, y, parts, config=ProbeConfig(penalties=(c, c / 2, c / 3, c / 4, c / 5)), generator=seeded())
         for c in ProbeConfig().penalties
     }
     assert probe.validation_accuracy >= max(one.validation_accuracy for one in alone.values()) - 0.03
@@ -174,13 +158,9 @@ def test_split_keeps_groups_whole_and_shares_within_strata():
     group = torch.arange(60).repeat_interleave(3)
     stratum = (group % 3 == 0).long()
     parts = split_groups(group, stratum=stratum, generator=seeded())
-    assert torch.equal(
-        parts.train.long() + parts.validation.long() + parts.test.long(), torch.ones_like(group)
-    )
+    assert torch.equal(parts.train.long() + parts.validation.long() + parts.test.long(), torch.ones_like(group))
     for value, size in ((0, 40), (1, 20)):
-        counts = [
-            len(group[p & (stratum == value)].unique()) for p in (parts.train, parts.validation, parts.test)
-        ]
+        counts = [len(group[p & (stratum == value)].unique()) for p in (parts.train, parts.validation, parts.test)]
         assert counts == [size // 2, round(0.15 * size), size - size // 2 - round(0.15 * size)]
     other = split_groups(group, generator=seeded(1))
     assert not torch.equal(parts.test, other.test)
@@ -192,9 +172,7 @@ def test_description_length_is_short_only_where_there_is_something_to_read():
     x, y, group = separable(rows=960)
     send = {"classes": 3, "penalty": 1.0, "config": ProbeConfig(), "generator": seeded()}
     bits, failed = online_bits(x, y, group, **send)
-    noise, _ = online_bits(
-        torch.randn(960, 6, generator=seeded(9)), y, group, **(send | {"generator": seeded()})
-    )
+    noise, _ = online_bits(torch.randn(960, 6, generator=seeded(9)), y, group, **(send | {"generator": seeded()}))
     assert failed == 0 and len(bits) == 960
     first = torch.randperm(120, generator=seeded())[: round(120 / 32)]
     assert torch.allclose(bits[torch.isin(group, first)], torch.tensor(math.log2(3)).double())
@@ -267,15 +245,11 @@ def test_study_reads_what_is_there_and_its_controls_do_not(result):
     over = result.select(**at, question=SLOT, probe="trained − slot index alone", slot="", depth=LAYERS)
     assert over["mean"].item() == pytest.approx(index - 1, abs=1e-6)
     control = result.select(**at, question=OWN, probe="control task", slot="", depth=LAYERS)["mean"].item()
-    gap = result.select(**at, question=OWN, probe="trained − control task", slot="", depth=LAYERS)[
-        "mean"
-    ].item()
+    gap = result.select(**at, question=OWN, probe="trained − control task", slot="", depth=LAYERS)["mean"].item()
     trained = result.select(**at, question=OWN, probe="trained", slot="", depth=LAYERS)["mean"].item()
     assert gap == pytest.approx(trained - control, abs=1e-6)
     assert (
-        result.select(question=OWN, metric="accuracy, unseen anchor types", probe="control task", slot="")[
-            "n"
-        ]
+        result.select(question=OWN, metric="accuracy, unseen anchor types", probe="control task", slot="")["n"]
         .between(1, ANCHORS * 8 * SLOTS)
         .all()
     )
@@ -301,20 +275,14 @@ def test_result_survives_the_disk_and_repeats(arena, result, tmp_path):
     assert again.findings() == result.findings() and again.skipped == result.skipped
     small = replace(CONFIG, questions=(SLOT,), described=())
     first = probing({"toy": toy_draft("dspine")}, arena, config=small).frame()
-    pd.testing.assert_frame_equal(
-        first, result.select(question=SLOT).reset_index(drop=True), check_exact=True
-    )
+    pd.testing.assert_frame_equal(first, result.select(question=SLOT).reset_index(drop=True), check_exact=True)
 
 
 def test_figures_say_what_they_show(result):
     block = curves(result)["toy"]
-    final = result.select(question=OWN, probe="trained", metric="accuracy", slot="", depth=LAYERS)[
-        "mean"
-    ].item()
+    final = result.select(question=OWN, probe="trained", metric="accuracy", slot="", depth=LAYERS)["mean"].item()
     assert f"own token, after the last layer: trained {100 * final:.0f} %" in block.alt
-    assert len(block.figure.data) == 2 * 3 and block.figure.data[0].y[-1] == pytest.approx(
-        100 * final, abs=1e-3
-    )
+    assert len(block.figure.data) == 2 * 3 and block.figure.data[0].y[-1] == pytest.approx(100 * final, abs=1e-3)
     assert heatmap(result, "toy", OWN).figure.data[0].z.shape == (LAYERS + 1, SLOTS)
 
 

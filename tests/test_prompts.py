@@ -31,9 +31,7 @@ def test_any_seven_prompts_in_a_row_of_the_shipped_set_cover_the_sets() -> None:
 
 
 def test_prompt_and_turns_are_both_read(tmp_path: Path) -> None:
-    path = _write(
-        tmp_path, '{"prompt": "one"}', "", '{"turns": ["two", "later"], "id": 7, "set": "s", "x": 1}'
-    )
+    path = _write(tmp_path, '{"prompt": "one"}', "", '{"turns": ["two", "later"], "id": 7, "set": "s", "x": 1}')
     assert load_prompts(path) == [Prompt("mine/1", "mine", "one"), Prompt("7", "s", "two")]
     assert load_prompts(str(path), limit=1) == [Prompt("mine/1", "mine", "one")]
 
@@ -65,9 +63,7 @@ def test_a_broken_line_is_named(tmp_path: Path, line: str, fault: str) -> None:
 
 
 def test_a_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
-    with pytest.raises(
-        UsageError, match="nowhere.jsonl was not found; give a JSONL file or the shipped set 'lab'"
-    ):
+    with pytest.raises(UsageError, match="nowhere.jsonl was not found; give a JSONL file or the shipped set 'lab'"):
         load_prompts(tmp_path / "nowhere.jsonl")
     with pytest.raises(UsageError, match="is a folder"):
         load_prompts(tmp_path)

@@ -61,13 +61,8 @@ def edit(folder: Path, drop: str = "", **changes: Any) -> None:
 def test_what_is_not_computed_is_refused_by_name(folder: Path, changes: dict[str, Any]) -> None:
     edit(folder, **changes)
     name = "use_sliding_window" if changes.get("use_sliding_window") else next(iter(changes))
-    words = {
-        "use_sliding_window": "sliding_window",
-        "dflash_config": "input_embedding|projector|shift|layout",
-    }
-    with pytest.raises(
-        UsageError, match=f"config.json .*({words.get(name, name)}|rope_theta|partial|layout)"
-    ):
+    words = {"use_sliding_window": "sliding_window", "dflash_config": "input_embedding|projector|shift|layout"}
+    with pytest.raises(UsageError, match=f"config.json .*({words.get(name, name)}|rope_theta|partial|layout)"):
         load_draft(folder, tiny_target())
 
 
@@ -75,12 +70,7 @@ def test_what_is_not_computed_is_refused_by_name(folder: Path, changes: dict[str
     "changes",
     [
         {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
-        {
-            "rope_parameters": {
-                "full_attention": {"rope_theta": 5e5},
-                "sliding_attention": {"rope_theta": 1e4},
-            }
-        },
+        {"rope_parameters": {"full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 1e4}}},
         {"rope_scaling": {"type": "default", "rope_theta": 5e5}},
     ],
 )

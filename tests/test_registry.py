@@ -105,9 +105,7 @@ def test_it_is_a_command_with_its_own_options(toy: Experiment, target: Target, t
     shown = CliRunner().invoke(app, ["probe", "answer-length", "--help"], env=wide).output
     assert "What answers are measured in." in shown and "--arena" in shown and "--precision" in shown
     save_draft(tiny_draft(target, DFLASH), tmp_path / "d")
-    (tmp_path / "asked.jsonl").write_text(
-        "\n".join(json.dumps({"prompt": str(i), "id": str(i)}) for i in range(3))
-    )
+    (tmp_path / "asked.jsonl").write_text("\n".join(json.dumps({"prompt": str(i), "id": str(i)}) for i in range(3)))
     where = ["--prompts", str(tmp_path / "asked.jsonl"), "--output", str(tmp_path / "out")]
     asked = ["--max-new-tokens", "9", "--draft", f"400={tmp_path / 'd'}", "--base", f"01={tmp_path / 'd'}"]
     own = ["--unit", "words", "--shortest", "3", "--shortest", "4", "--seed", "5"]
@@ -131,9 +129,7 @@ def test_it_is_in_the_ledger(toy: Experiment, tmp_path: Path) -> None:
     assert "Answers are 7 words long." in (tmp_path / "claims.md").read_text()
 
 
-def test_it_is_in_the_report_and_left_out_with_its_reason(
-    toy: Experiment, target: Target, tmp_path: Path
-) -> None:
+def test_it_is_in_the_report_and_left_out_with_its_reason(toy: Experiment, target: Target, tmp_path: Path) -> None:
     asked = [Prompt(str(i), "one", str(i)) for i in range(5)]
     request = Request(target, {"toy": tiny_draft(target, DFLASH)}, asked, max_new_tokens=9, batch_size=4)
     found = reproduce(request)

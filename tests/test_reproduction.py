@@ -19,13 +19,7 @@ from dspine_probe.experiments.common.claims import VERDICTS
 from dspine_probe.experiments.common.request import Request
 from dspine_probe.experiments.common.splits import part_sizes
 from dspine_probe.experiments.emergence import EmergenceConfig, EmergenceResult
-from dspine_probe.experiments.reproduction import (
-    ANCHORS,
-    FEWEST_PROMPTS,
-    Reproduction,
-    refuse_few,
-    reproduce,
-)
+from dspine_probe.experiments.reproduction import ANCHORS, FEWEST_PROMPTS, Reproduction, refuse_few, reproduce
 from dspine_probe.prompts import Prompt
 
 PROMPTS = [Prompt(f"{name}/{i}", name, name * (i + 2)) for i in range(6) for name in ("ab", "cd")]
@@ -96,9 +90,7 @@ def test_the_first_thing_said_is_whether_drafts_make_decoding_faster(found: Repr
     assert text.index('class="lead"') < text.index('class="card"') < text.index("<section")
 
 
-def test_every_claim_has_a_card_in_the_ledgers_words_that_leads_to_its_section(
-    found: Reproduction, page: Path
-) -> None:
+def test_every_claim_has_a_card_in_the_ledgers_words_that_leads_to_its_section(found: Reproduction, page: Path) -> None:
     text, parsed = page.read_text(encoding="utf-8"), Page(page)
     assert len(parsed.having("class", "card")) == len(found.claims()) >= 3
     for name, claim in found.claims():

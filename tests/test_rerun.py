@@ -79,9 +79,7 @@ def test_exchanged_rows_are_those_of_the_edited_text_and_go_back():
     edited[edits] = new
     expected = draft.encode_context(edited)
     with pytest.raises(RuntimeError, match="inside"), exchanged(blocks, *edits, rows):
-        for found, wanted in zip(
-            (*blocks.keys, *blocks.values), (*expected.keys, *expected.values), strict=True
-        ):
+        for found, wanted in zip((*blocks.keys, *blocks.values), (*expected.keys, *expected.values), strict=True):
             torch.testing.assert_close(found, wanted)
         raise RuntimeError("inside")
     assert all(torch.equal(*pair) for pair in zip(before, (*blocks.keys, *blocks.values), strict=True))
@@ -94,11 +92,7 @@ def replacements(kinds, **changes):
     answer = replace(arena.answers[0], **changes)
     bands = FrequencyBands.of(torch.arange(64) + 1)
     generator = torch.Generator().manual_seed(0)
-    return (
-        target,
-        answer,
-        replacement_tokens(target, answer, kinds, mask_token=63, bands=bands, generator=generator),
-    )
+    return (target, answer, replacement_tokens(target, answer, kinds, mask_token=63, bands=bands, generator=generator))
 
 
 def test_the_second_choice_is_the_best_token_but_the_one_that_stands_there():
@@ -116,9 +110,7 @@ def test_mask_and_nothing_replace_every_token():
     response = slice(answer.prompt_length, None)
     assert (found[MASK][response] == 63).all() and (found[ZERO][response] == NOTHING).all()
     assert (found[FREQUENCY][response] != answer.tokens[response]).all()
-    assert torch.equal(
-        embed(torch.eye(3), torch.tensor([1, NOTHING])), torch.tensor([[0, 1, 0], [0, 0, 0.0]])
-    )
+    assert torch.equal(embed(torch.eye(3), torch.tensor([1, NOTHING])), torch.tensor([[0, 1, 0], [0, 0, 0.0]]))
 
 
 def test_a_replacement_that_is_the_token_itself_is_refused():

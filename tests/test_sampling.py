@@ -75,8 +75,4 @@ def test_sampling_that_cannot_be_met():
     for given, message in cases:
         with pytest.raises(UsageError, match=message):
             Sampling(**given)
-    assert (
-        GREEDY.greedy
-        and Sampling(0.7).drafting == 0.7
-        and Sampling(0.7, draft_temperature=0.0).drafting == 0.0
-    )
+    assert GREEDY.greedy and Sampling(0.7).drafting == 0.7 and Sampling(0.7, draft_temperature=0.0).drafting == 0.0

@@ -38,9 +38,7 @@ def test_corruption_says_what_was_measured(folder, here, holds, passed):
 
 def test_seeds_are_said_by_the_record_and_not_by_names():
     seeds = CorruptionResult.load(RESULTS / "corruption_seeds").drafts
-    assert {(about["family"], about["seed"]) for about in seeds.values()} == {
-        ("dflash", seed) for seed in range(3)
-    }
+    assert {(about["family"], about["seed"]) for about in seeds.values()} == {("dflash", seed) for seed in range(3)}
     assert not any("seed" in about for about in CorruptionResult.load(RESULTS / "corruption").drafts.values())
 
 
@@ -48,11 +46,7 @@ def test_seeds_are_said_by_the_record_and_not_by_names():
     ("folder", "here", "accounted"),
     [
         ("speed", "dspine takes 5.17 ms, that of dflash 4.48 (+0.69 ms, +1.8 % of a round of dflash", "0.96"),
-        (
-            "speed_rows",
-            "dspine takes 3.76 ms, that of dflash 3.15 (+0.61 ms, +2.7 % of a round of dflash",
-            "0.96",
-        ),
+        ("speed_rows", "dspine takes 3.76 ms, that of dflash 3.15 (+0.61 ms, +2.7 % of a round of dflash", "0.96"),
     ],
 )
 def test_speed_says_what_was_measured(folder, here, accounted):
@@ -83,21 +77,15 @@ def test_the_table_of_speeds_follows_from_its_batches(folder):
     again = tabulate(runs, costs, seed=result.config["seed"], resamples=2000)
     keys = ["draft", "condition", "metric", "set"]
     pd.testing.assert_frame_equal(
-        again.sort_values(keys, ignore_index=True),
-        result.table.sort_values(keys, ignore_index=True),
-        rtol=1e-12,
+        again.sort_values(keys, ignore_index=True), result.table.sort_values(keys, ignore_index=True), rtol=1e-12
     )
 
 
 def test_acceptance_says_what_was_measured():
     result = AcceptanceResult.load(RESULTS / "acceptance_public")
     (claim,) = result.claims()
-    assert (
-        "dspine over dflash: 2.12 / 2.00 = 1.06 (1.05, 1.08), mean of 7 sets, n = 210 prompts" in claim.here
-    )
+    assert "dspine over dflash: 2.12 / 2.00 = 1.06 (1.05, 1.08), mean of 7 sets, n = 210 prompts" in claim.here
     assert claim.holds is True and [control.passed for control in claim.controls] == [False, None]
     again = AcceptanceResult.of(result.counts, result.config, result.drafts)
     pd.testing.assert_frame_equal(again.table, result.table, rtol=1e-12)
-    assert math.isclose(
-        result.select(draft="dspine", metric="al", set="mean")["mean"].item(), 2.1218, abs_tol=1e-3
-    )
+    assert math.isclose(result.select(draft="dspine", metric="al", set="mean")["mean"].item(), 2.1218, abs_tol=1e-3)

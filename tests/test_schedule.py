@@ -23,9 +23,7 @@ from dspine_probe.training.run import PLAN, DraftPlan, train_draft
 from dspine_probe.training.state import STATE, kept_state
 from dspine_probe.training.trainer import train
 
-STABLE = dataclasses.replace(
-    CONFIG, schedule=WSD, warmup_blocks=24, keep_states=(48, 96), replacement_blocks=(30, 60)
-)
+STABLE = dataclasses.replace(CONFIG, schedule=WSD, warmup_blocks=24, keep_states=(48, 96), replacement_blocks=(30, 60))
 
 
 def test_the_stable_rate_does_not_know_where_the_run_will_end() -> None:
@@ -49,9 +47,7 @@ def test_the_curriculum_is_in_blocks_under_wsd_and_in_shares_under_cosine() -> N
         config = TrainConfig(blocks=blocks, schedule=WSD)
 
         def at(done: int, config: TrainConfig = config) -> Progress:
-            return Progress(
-                done // step_blocks, config.steps(), seeded(), config.step_blocks(), config.curriculum
-            )
+            return Progress(done // step_blocks, config.steps(), seeded(), config.step_blocks(), config.curriculum)
 
         chances = [replacement_probability(spine, at(done)) for done in (0, 52_992, 80_000, 107_008)]
         assert chances == pytest.approx([0.5, 0.5, 0.25, 0.0])
@@ -110,9 +106,7 @@ def test_a_decayed_checkpoint_from_plan_to_card(tmp_path: Path) -> None:
 def test_refusals(tmp_path: Path) -> None:
     store = toy_store()
     train(toy_draft("dflash"), store, STABLE, tmp_path / "stable")
-    with pytest.raises(
-        UsageError, match=r"no state at 160 blocks \(kept: 48, 96\); give its --keep-states 160"
-    ):
+    with pytest.raises(UsageError, match=r"no state at 160 blocks \(kept: 48, 96\); give its --keep-states 160"):
         kept_state(tmp_path / "stable", 160)
     decay = dataclasses.replace(STABLE, keep_states=(), blocks=120, decay_from=96)
     with pytest.raises(UsageError, match=r"stands at step 8, and a decay .* begins at step 16"):

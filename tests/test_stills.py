@@ -54,6 +54,4 @@ def test_show_displays_words_that_no_markup_garbles_and_the_live_figure(monkeypa
     FigureBlock(BAR, "Title", "Under <it>.", "slot 3 '```' 0.35", pd.DataFrame()).show()
     words, figure = shown
     assert figure is BAR
-    assert (
-        words.data == "<p><b>Title.</b> Under &lt;it&gt;.</p>\n<p>In words: slot 3 &#x27;```&#x27; 0.35</p>"
-    )
+    assert words.data == "<p><b>Title.</b> Under &lt;it&gt;.</p>\n<p>In words: slot 3 &#x27;```&#x27; 0.35</p>"

@@ -75,9 +75,7 @@ def test_imports_run_one_way() -> None:
 
 def test_imports_inside_functions_count_and_those_for_types_do_not() -> None:
     source = "if TYPE_CHECKING:\n    import dspine_probe.cli\n"
-    source += (
-        "def f():\n    from dspine_probe.plots import style\n    import dspine_probe.target\n    import os\n"
-    )
+    source += "def f():\n    from dspine_probe.plots import style\n    import dspine_probe.target\n    import os\n"
     assert set(imports(ast.parse(source))) == {"dspine_probe.plots.style", "dspine_probe.target"}
 
 

@@ -36,14 +36,7 @@ from dspine_probe.experiments.supervision.arms import (
     variant_arms,
 )
 from dspine_probe.experiments.supervision.measure import SupervisionConfig, supervision
-from dspine_probe.experiments.supervision.readings import (
-    FITTED,
-    FIXED,
-    OWN,
-    SHUFFLED,
-    effective_rank,
-    fitted_readout,
-)
+from dspine_probe.experiments.supervision.readings import FITTED, FIXED, OWN, SHUFFLED, effective_rank, fitted_readout
 from dspine_probe.experiments.supervision.result import LOWERS, RAISES, UNDECIDED, SupervisionResult
 from dspine_probe.experiments.supervision.runs import ArmRun
 from dspine_probe.experiments.supervision.table import ALL, OVER_SEEDS
@@ -88,17 +81,13 @@ def value(result: SupervisionResult, column: str = "mean", **wanted: object) -> 
     return float(rows[column].iloc[0])
 
 
-def test_acceptance_is_that_of_the_evaluation(
-    place: tuple[Target, Arena, Path], result: SupervisionResult
-) -> None:
+def test_acceptance_is_that_of_the_evaluation(place: tuple[Target, Arena, Path], result: SupervisionResult) -> None:
     """The same rounds through the acceptance result that `evaluate` uses."""
     target, arena, folder = place
     runs, counts = trained(PLAN, folder), []
     for arm, seed in (("none", 1), ("cosine", 1)):
         draft = load_draft(runs[arm][seed].checkpoint, target)
-        for answer, name, rounds in zip(
-            arena.answers, arena.sets, simulate_rounds(draft, arena.answers), strict=True
-        ):
+        for answer, name, rounds in zip(arena.answers, arena.sets, simulate_rounds(draft, arena.answers), strict=True):
             counts.append(count_rounds(arm, name, answer.id, rounds, stopped=False, slots=4))
     other = AcceptanceCounts(tuple(counts), resamples=10)
     for arm in ("none", "cosine"):
@@ -207,9 +196,7 @@ def test_effective_rank_counts_equal_directions() -> None:
     assert float(effective_rank(line)) == pytest.approx(1, abs=1e-4)
 
 
-def test_curves_come_from_the_runs_files(
-    place: tuple[Target, Arena, Path], result: SupervisionResult
-) -> None:
+def test_curves_come_from_the_runs_files(place: tuple[Target, Arena, Path], result: SupervisionResult) -> None:
     *_, folder = place
     rows = pd.read_csv(folder / "runs" / "cosine-1" / "validation.csv")
     logged = pd.read_csv(folder / "runs" / "cosine-1" / "metrics.csv")
@@ -219,9 +206,7 @@ def test_curves_come_from_the_runs_files(
     assert curve["mean"].tolist() == pytest.approx(rows["tokens_per_anchor"].tolist())
     at = int(rows["blocks"].iloc[1])
     between = logged[(logged["step"] > rows["step"].iloc[0]) & (logged["step"] <= rows["step"].iloc[1])]
-    assert value(result, metric="grad_norm", blocks=str(at), **keys) == pytest.approx(
-        between["grad_norm"].median()
-    )
+    assert value(result, metric="grad_norm", blocks=str(at), **keys) == pytest.approx(between["grad_norm"].median())
     layer_2 = between["parts"].map(lambda text: json.loads(text)["layer_2"]).mean()
     assert value(result, metric="layer_loss", blocks=str(at), depth=2, **keys) == pytest.approx(layer_2)
     assert not len(result.select(draft="none", metric="layer_loss"))
@@ -237,14 +222,7 @@ def test_a_rerun_trains_nothing_and_workers_share_the_arms(
     assert begun == []
     for worker in (0, 1):
         train_arms(PLAN, target, store, tmp_path, worker=worker, workers=2)
-    assert begun == [
-        "none-1",
-        "none-2",
-        "token-ce-1",
-        "cosine-1",
-        "cosine-2",
-        "cosine-unwhitened-1",
-    ]
+    assert begun == ["none-1", "none-2", "token-ce-1", "cosine-1", "cosine-2", "cosine-unwhitened-1"]
     assert trained(PLAN, tmp_path) == {}
 
 
@@ -263,10 +241,7 @@ def test_the_learning_rate_is_chosen_once_for_each_arm(
     monkeypatch.setattr(arms_module, "train_draft", fake)
     monkeypatch.setattr(arms_module, "load_draft", lambda folder, *_: folder.name)
     monkeypatch.setattr(arms_module, "validate", found)
-    arms = {
-        "none": SupervisionArm(Supervision(), (7,)),
-        "cosine": SupervisionArm(Supervision("cosine"), (7,), lr=0.5),
-    }
+    arms = {"none": SupervisionArm(Supervision(), (7,)), "cosine": SupervisionArm(Supervision("cosine"), (7,), lr=0.5)}
     plan = dataclasses.replace(PLAN, arms=arms, rates=(1e-3, 2e-3), tuning_blocks=60)
     train_arms(plan, target, store, tmp_path)
     assert used == [
@@ -289,17 +264,13 @@ def test_arms_of_another_rate_budget_or_store_are_refused_by_name(place: tuple[T
     with pytest.raises(UsageError, match=r"none-1 was trained with other settings: blocks \(72, not 144\)"):
         train_arms(longer, target, tiny_store(), folder)
     wide = dataclasses.replace(PLAN, draft=dataclasses.replace(PLAN.draft, draft_vocab=30))
-    with pytest.raises(
-        UsageError, match=r"none-1 was trained with other settings: draft_vocab \(40, not 30\)"
-    ):
+    with pytest.raises(UsageError, match=r"none-1 was trained with other settings: draft_vocab \(40, not 30\)"):
         train_arms(wide, target, tiny_store(), folder)
     with pytest.raises(UsageError, match="none-1 was trained with other settings: features;"):
         train_arms(PLAN, target, toy_store(), folder)
 
 
-def test_a_run_that_was_resumed_at_another_rate_is_refused(
-    place: tuple[Target, Arena, Path], tmp_path: Path
-) -> None:
+def test_a_run_that_was_resumed_at_another_rate_is_refused(place: tuple[Target, Arena, Path], tmp_path: Path) -> None:
     target, _, folder = place
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     state = tmp_path / "runs" / "none-1" / "state.pt"
@@ -322,9 +293,7 @@ def test_finished_work_that_does_not_say_what_it_depends_on_is_refused(
         train_arms(PLAN, target, tiny_store(), tmp_path)
 
 
-def test_rates_chosen_on_another_budget_are_refused(
-    place: tuple[Target, Arena, Path], tmp_path: Path
-) -> None:
+def test_rates_chosen_on_another_budget_are_refused(place: tuple[Target, Arena, Path], tmp_path: Path) -> None:
     target, *_ = place
     arms = {"none": SupervisionArm(Supervision(), (1,))}
     plan = dataclasses.replace(PLAN, arms=arms, rates=(1e-2, 2e-2), tuning_blocks=24)
@@ -369,9 +338,7 @@ def test_the_shipped_result_says_what_it_said_when_it_was_measured() -> None:
     ) in said
 
 
-def with_gains(
-    result: SupervisionResult, gains: dict[str, tuple[float, float, list[float]]]
-) -> SupervisionResult:
+def with_gains(result: SupervisionResult, gains: dict[str, tuple[float, float, list[float]]]) -> SupervisionResult:
     """The result with other gains: interval over prompts, and three seeds."""
     table, rows = result.table, RowBuilder(SupervisionResult.FACTORS)
     for arm, (low, high, each) in gains.items():

@@ -24,14 +24,10 @@ def target() -> Target:
     words = ["<s>", "</s>", "user", "assistant", *[f"w{i}" for i in range(60)]]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="w0"
-    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="w0")
     fast.chat_template = TEMPLATE
     torch.manual_seed(0)
-    sizes = dict(
-        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
-    )
+    sizes = dict(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=1, max_position_embeddings=512))
     for name, p in model.named_parameters():
         p.data.normal_(1.0 if "norm" in name else 0.0, 0.4)

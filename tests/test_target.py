@@ -191,10 +191,7 @@ def test_rope_theta_in_either_place() -> None:
     target = Target.from_model(tiny_model("llama"))
     target.config.rope_parameters = {"rope_type": "default", "rope_theta": 5e5}
     assert target.rope_theta == 5e5
-    target.config.rope_parameters = {
-        "full_attention": {"rope_theta": 2e6},
-        "sliding_attention": {"rope_theta": 1e4},
-    }
+    target.config.rope_parameters = {"full_attention": {"rope_theta": 2e6}, "sliding_attention": {"rope_theta": 1e4}}
     assert target.rope_theta == 2e6, "the layers of a draft attend fully"
     target.config.rope_parameters = None
     target.config.rope_theta = 1e6
@@ -209,9 +206,7 @@ def test_rope_theta_in_either_place() -> None:
     [("final_logit_softcapping", 30.0, None), ("logits_scaling", 8.0, 1.0), ("logit_scale", 0.06, 1)]
     + [("lm_head_multiplier", 0.5, 1.0), ("output_multiplier", 2.0, 1.0)],
 )
-def test_logits_that_are_changed_after_the_head_are_refused_by_name(
-    field: str, value: float, neutral
-) -> None:
+def test_logits_that_are_changed_after_the_head_are_refused_by_name(field: str, value: float, neutral) -> None:
     model = tiny_model("llama")
     setattr(model.config, field, value)
     with pytest.raises(UsageError, match=rf"{field} {value}"):

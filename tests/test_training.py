@@ -13,13 +13,7 @@ from toy import BLOCK, VOCAB, seeded, toy_draft, toy_sequence, toy_store
 
 from dspine_probe.drafts.injection import DSpineConfig
 from dspine_probe.errors import ProbeError, UsageError
-from dspine_probe.training.anchors import (
-    make_batch,
-    sample_anchors,
-    slot_weights,
-    valid_anchors,
-    visiting_order,
-)
+from dspine_probe.training.anchors import make_batch, sample_anchors, slot_weights, valid_anchors, visiting_order
 from dspine_probe.training.objectives.base import Progress, objective_for, supervised
 from dspine_probe.training.objectives.dflash import DFlashObjective
 from dspine_probe.training.objectives.dspine import DSpineObjective, replacement_probability
@@ -27,17 +21,13 @@ from dspine_probe.training.optimization import TrainConfig, learning_rate
 from dspine_probe.training.state import LOCK, locked
 from dspine_probe.training.trainer import train
 
-CONFIG = TrainConfig(
-    blocks=120, sequences=2, anchors=3, lr=1e-2, save_every=4, log_every=1, mixed_precision="no"
-)
+CONFIG = TrainConfig(blocks=120, sequences=2, anchors=3, lr=1e-2, save_every=4, log_every=1, mixed_precision="no")
 
 
 def batch_of(anchors: list[list[int]], lengths: list[int], per_sequence: int = 3):  # type: ignore[no-untyped-def]
     sequences = [toy_sequence(length, 3, seed) for seed, length in enumerate(lengths)]
     chosen = [torch.tensor(a) for a in anchors]
-    return sequences, make_batch(
-        sequences, chosen, block_size=BLOCK, gamma=4.0, anchors_per_sequence=per_sequence
-    )
+    return sequences, make_batch(sequences, chosen, block_size=BLOCK, gamma=4.0, anchors_per_sequence=per_sequence)
 
 
 def test_anchors_are_response_positions_with_a_next_token() -> None:
@@ -106,9 +96,7 @@ def test_labels_do_not_reach_the_draft_without_replacement() -> None:
 
 def test_the_replacement_curriculum_holds_then_fades() -> None:
     spine = DSpineConfig()
-    chances = [
-        replacement_probability(spine, Progress(step, 600, seeded())) for step in (0, 100, 150, 200, 599)
-    ]
+    chances = [replacement_probability(spine, Progress(step, 600, seeded())) for step in (0, 100, 150, 200, 599)]
     assert chances == pytest.approx([0.5, 0.5, 0.25, 0.0, 0.0])
 
 

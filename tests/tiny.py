@@ -56,12 +56,7 @@ def tiny_config(target: Target, architecture: str, **changes: object) -> DraftCo
 
 
 def tiny_draft(
-    target: Target,
-    architecture: str = DFLASH,
-    *,
-    seed: int = 1,
-    trimmed: int | None = None,
-    **changes: object,
+    target: Target, architecture: str = DFLASH, *, seed: int = 1, trimmed: int | None = None, **changes: object
 ) -> Draft:
     """A random draft, writes included; `trimmed` keeps that many random tokens of the vocabulary."""
     generator = torch.Generator().manual_seed(seed)
@@ -70,9 +65,7 @@ def tiny_draft(
     if trimmed is not None:
         vocabulary = torch.randperm(target.vocab_size, generator=generator)[:trimmed].sort().values
     config = tiny_config(target, architecture, draft_vocab_size=trimmed, **changes)
-    made = (DSpine if architecture == DSPINE else DFlash)(
-        config, target.embedding, target.head, vocabulary=vocabulary
-    )
+    made = (DSpine if architecture == DSPINE else DFlash)(config, target.embedding, target.head, vocabulary=vocabulary)
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)

@@ -38,12 +38,7 @@ def toy_config(kind: str, *, causal: bool, draft_vocab: int | None = None) -> Dr
 
 
 def toy_draft(
-    kind: str,
-    *,
-    causal: bool | None = None,
-    seed: int = 0,
-    vocabulary: Tensor | None = None,
-    writes: bool = True,
+    kind: str, *, causal: bool | None = None, seed: int = 0, vocabulary: Tensor | None = None, writes: bool = True
 ) -> DFlash | DSpine:
     """A random draft; `writes=False` leaves DSpine at its identity start."""
     generator = seeded(seed)
@@ -56,9 +51,7 @@ def toy_draft(
         for name, parameter in draft.named_parameters():
             start = name.startswith("injection.") and not writes
             if parameter.ndim == 2 and not start:
-                parameter.copy_(
-                    torch.randn(parameter.shape, generator=generator) * parameter.shape[1] ** -0.5
-                )
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[1] ** -0.5)
     return draft.eval()
 
 
@@ -79,7 +72,5 @@ def toy_store(lengths: tuple[int, ...] = (9, 14, 11, 6, 12, 10), prompt: int = 3
     meta = FeatureMeta(
         "toy", tuple(range(TAPS)), D_MODEL, tuple(s.id for s in sequences), lengths, (prompt,) * len(lengths)
     )
-    tokens, taps, final = (
-        torch.cat([getattr(s, name) for s in sequences]) for name in ("tokens", "taps", "final")
-    )
+    tokens, taps, final = (torch.cat([getattr(s, name) for s in sequences]) for name in ("tokens", "taps", "final"))
     return FeatureStore([(meta, (tokens, taps, final))])

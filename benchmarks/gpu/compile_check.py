@@ -26,11 +26,7 @@ from dspine_probe.errors import ProbeError
 
 SHARED_MEMORY = {90: 227 * 1024, 80: 163 * 1024}  # bytes one program may have, by architecture
 REGISTER_FILE = 65_536  # of a multiprocessor, so at most what one program may take
-GEOMETRIES = {
-    "Qwen3-8B": QWEN3_8B,
-    "Qwen3-8B, batch 32": replace(QWEN3_8B, batch=32),
-    "embedded": EMBEDDED,
-}
+GEOMETRIES = {"Qwen3-8B": QWEN3_8B, "Qwen3-8B, batch 32": replace(QWEN3_8B, batch=32), "embedded": EMBEDDED}
 _TYPES = {
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",

@@ -53,6 +53,5 @@ def plan_markov(
     """One launch a slot and the buffers they fill."""
     best = Best.empty(unary)
     return [
-        plan_slot(unary, slot, best, head.second, vectors=head.first, anchors=anchors)
-        for slot in range(unary.shape[1])
+        plan_slot(unary, slot, best, head.second, vectors=head.first, anchors=anchors) for slot in range(unary.shape[1])
     ], best

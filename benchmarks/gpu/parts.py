@@ -90,9 +90,7 @@ def _trunk_parts(bench: Bench) -> list[Part]:
 
     return [
         Part(
-            "context rows",
-            lambda: draft._context(taps, starts),
-            _bytes((bench.models.draft.fc.weight, fused.context)),
+            "context rows", lambda: draft._context(taps, starts), _bytes((bench.models.draft.fc.weight, fused.context))
         ),
         Part("block, no injection", lambda: bench.plain._block(anchors, starts), layers),
         Part("block with injections", lambda: draft._block(anchors, starts), layers + injections),
@@ -136,9 +134,7 @@ def _head_parts(bench: Bench) -> list[Part]:
         Part("likeliest tokens", lambda: (unary.max(dim=-1).indices,), read_unary),
         Part("candidates", lambda: (top_candidates(unary, g.k),), read_unary),
         Part(
-            "pair scores",
-            lambda: (pair_parts(trunk.pre_write, trunk.readings, pairs, refiner).products,),
-            pair_bytes,
+            "pair scores", lambda: (pair_parts(trunk.pre_write, trunk.readings, pairs, refiner).products,), pair_bytes
         ),
         Part("walk, greedy", lambda: (walk(scored, index).tokens,), _bytes((scored.products,))),
         Part("walk, sampled", lambda: (walk(scored, index, noise=noise).tokens,), _bytes((scored.products,))),

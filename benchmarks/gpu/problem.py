@@ -74,11 +74,7 @@ class Problem:
 
     @classmethod
     def make(
-        cls,
-        sizes: Sizes,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        generator: torch.Generator | None = None,
+        cls, sizes: Sizes, dtype: torch.dtype, device: torch.device | str, generator: torch.Generator | None = None
     ) -> Problem:
         """Random inputs; with `generator` of the same device the same every time."""
         fill = _Fill(dtype, torch.device(device), generator)

@@ -28,9 +28,7 @@ def by_part(timings: Rows, geometry: str, batch: int) -> dict[str, dict[str, Any
 def bars(timings: Rows, rounds: Rows, geometry: str) -> Rows:
     """The bars at batch 1 of the large geometry; a bar whose parts were not timed is left out."""
     parts = by_part(timings, geometry, 1)
-    whole = next(
-        (r for r in rounds if (r["geometry"], r["batch"], r["what"]) == (geometry, 1, "DSpine")), None
-    )
+    whole = next((r for r in rounds if (r["geometry"], r["batch"], r["what"]) == (geometry, 1, "DSpine")), None)
     found = []
 
     def add(name: str, value: float, limit: float) -> None:
@@ -46,11 +44,7 @@ def bars(timings: Rows, rounds: Rows, geometry: str) -> Rows:
         add("candidates, cache and walk over the better serial head", ratio, CACHE_OVER_SERIAL)
     if whole is not None:
         add("ms of a whole round", whole["ms"], ROUND_MS)
-        add(
-            "whole round over its bytes at the measured bandwidth",
-            whole["ms"] / whole["limit_ms"],
-            OVER_LIMIT,
-        )
+        add("whole round over its bytes at the measured bandwidth", whole["ms"] / whole["limit_ms"], OVER_LIMIT)
     return found
 
 

@@ -78,9 +78,7 @@ class Session:
     plan: Plan
     device: torch.device
     started: float = field(default_factory=time.monotonic)
-    found: dict[str, list[dict[str, Any]]] = field(
-        default_factory=lambda: {"checks": [], "timings": [], "rounds": []}
-    )
+    found: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {"checks": [], "timings": [], "rounds": []})
     skipped: list[str] = field(default_factory=list)
 
     def late(self, what: str) -> bool:
@@ -118,11 +116,7 @@ def measure(session: Session, watch: Stopwatch, bench: Bench, bandwidth: float) 
         with torch.inference_mode():
             timing = watch.time(part.run)
         needed[part.name] = part.bytes
-        times = {
-            "eager_ms": timing.eager,
-            "graph_ms": timing.graph,
-            "limit_ms": part.bytes / bandwidth * 1000,
-        }
+        times = {"eager_ms": timing.eager, "graph_ms": timing.graph, "limit_ms": part.bytes / bandwidth * 1000}
         session.found["timings"].append({**where, "part": part.name, **times, "why_eager": timing.reason})
     shared = sum(needed[name] for name in ("context rows", "scores of the vocabulary", "verify"))
     rounds = {
@@ -168,9 +162,7 @@ def run(plan: Plan, device: torch.device) -> dict[str, Any]:
     measure_all(session, bandwidth, dtype)
     timings, rounds = session.found["timings"], session.found["rounds"]
     machine = asdict(look())
-    versions = ", ".join(
-        f"{name} {machine['packages'][name]}" for name in ("torch", "triton", "transformers")
-    )
+    versions = ", ".join(f"{name} {machine['packages'][name]}" for name in ("torch", "triton", "transformers"))
     return {
         "card": torch.cuda.get_device_name(device) if on_gpu else "a CPU",
         "rehearsal": not on_gpu,
@@ -188,19 +180,14 @@ def run(plan: Plan, device: torch.device) -> dict[str, Any]:
 
 def main() -> int:
     """Run and write; 1 if a kernel was wrong, 2 if there is no device."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rehearse", action="store_true", help="a toy geometry on the CPU, one repetition")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result files")
     arguments = parser.parse_args()
     if arguments.rehearse and arguments.out == RESULTS:
         parser.error("--rehearse measures nothing worth keeping; name another folder with --out")
     if not arguments.rehearse and not torch.cuda.is_available():
-        print(
-            "there is no CUDA device here; --rehearse --out FOLDER tries the script without one",
-            file=sys.stderr,
-        )
+        print("there is no CUDA device here; --rehearse --out FOLDER tries the script without one", file=sys.stderr)
         return 2
     plan, device = (REHEARSAL, "cpu") if arguments.rehearse else (FULL, "cuda")
     torch.manual_seed(0)

@@ -28,9 +28,7 @@ def generate_data(
     max_new_tokens: AnswerLength = 320,
     batch_size: BatchSize = 192,
     boxed_share: Annotated[float, typer.Option(help="Share of maths prompts asked to box the answer.")] = 0.0,
-    without_prompts: Annotated[
-        bool, typer.Option(help="Store prompt ids only, for texts not to be shared.")
-    ] = False,
+    without_prompts: Annotated[bool, typer.Option(help="Store prompt ids only, for texts not to be shared.")] = False,
     worker: Worker = 0,
     workers: Workers = 1,
     precision: PrecisionName = "auto",

@@ -25,8 +25,7 @@ from dspine_probe.cli.options import (
 def evaluate(
     draft: Drafts,
     prompts: Annotated[
-        list[str] | None,
-        typer.Option(help="'lab' (default), a JSONL file, or a folder of them; repeat for more."),
+        list[str] | None, typer.Option(help="'lab' (default), a JSONL file, or a folder of them; repeat for more.")
     ] = None,
     target: TargetName = "embedded",
     max_new_tokens: AnswerLength = 256,
@@ -49,13 +48,7 @@ def evaluate(
     model, drafts = load(target, draft, chosen)
     with bars_on_stderr() as bars:
         result = acceptance.evaluate(
-            model,
-            drafts,
-            rows,
-            max_new_tokens=max_new_tokens,
-            batch_size=batch_size,
-            seed=seed,
-            on_progress=bars.show,
+            model, drafts, rows, max_new_tokens=max_new_tokens, batch_size=batch_size, seed=seed, on_progress=bars.show
         )
     if output is not None:
         result.save(output)
@@ -112,9 +105,7 @@ def reproduce(
 
 def ledger(
     results: Annotated[Path, typer.Argument(help="Folder with saved results.")] = Path("data/results"),
-    output: Annotated[Path, typer.Option(callback=writable_file, help="The ledger to write.")] = Path(
-        "docs/claims.md"
-    ),
+    output: Annotated[Path, typer.Option(callback=writable_file, help="The ledger to write.")] = Path("docs/claims.md"),
 ) -> None:
     """Write the claims ledger from saved results: the paper's numbers beside ours, with every control."""
     from dspine_probe.experiments.ledger import write_ledger

@@ -33,9 +33,7 @@ class _Commands(typer.core.TyperGroup):
             status, sentence = _verdict(error)
             if ctx.params.get("debug"):
                 traceback.print_exc()
-            Console(stderr=True, highlight=False).print(
-                f"dspine-probe: {sentence}", markup=False, soft_wrap=True
-            )
+            Console(stderr=True, highlight=False).print(f"dspine-probe: {sentence}", markup=False, soft_wrap=True)
             raise typer.Exit(status) from None
 
 
@@ -74,17 +72,14 @@ def _print_version(wanted: bool) -> None:
 def options(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of a fault.")] = False,
     version: Annotated[
-        bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit."),
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """Hook, train and measure the draft models of speculative decoding."""
 
 
 @app.command()
-def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
-) -> None:
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False) -> None:
     """Show versions, devices, cache, and what would not work here and why; exit 1 if something essential is missing."""
     from dspine_probe.doctor import examine, render
 

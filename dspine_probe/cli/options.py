@@ -48,8 +48,7 @@ def _writable_checkpoint(path: Path) -> Path:
 
 TargetName = Annotated[str, typer.Option("--target", help="'embedded', a hub id or a folder.")]
 Drafts = Annotated[
-    list[str],
-    typer.Option("--draft", help="A shipped draft, a checkpoint folder, or NAME=FOLDER; repeat for more."),
+    list[str], typer.Option("--draft", help="A shipped draft, a checkpoint folder, or NAME=FOLDER; repeat for more.")
 ]
 Prompts = Annotated[
     list[str], typer.Option("--prompts", help="'lab', a JSONL file, or a folder of them; repeat for more.")
@@ -67,20 +66,15 @@ ArenaFolder = Annotated[
         help="Keep answers and states here; used again if made from the same request, refused if not.",
     ),
 ]
-Output = Annotated[
-    Path, typer.Option("--output", callback=writable, help="Folder for table, record and figures.")
-]
+Output = Annotated[Path, typer.Option("--output", callback=writable, help="Folder for table, record and figures.")]
 FolderToWrite = Annotated[
     Path, typer.Argument(callback=writable, help="The folder to write; a rerun goes on with what it holds.")
 ]
-CheckpointToWrite = Annotated[
-    Path, typer.Argument(callback=_writable_checkpoint, help="Checkpoint folder to write.")
-]
+CheckpointToWrite = Annotated[Path, typer.Argument(callback=_writable_checkpoint, help="Checkpoint folder to write.")]
 PrecisionName = Annotated[
     str,
     typer.Option(
-        "--precision",
-        help="fp32, bf16, or auto: what suits the command and the machine. What is used is written down.",
+        "--precision", help="fp32, bf16, or auto: what suits the command and the machine. What is used is written down."
     ),
 ]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of everything random.")]
@@ -88,9 +82,7 @@ Worker = Annotated[int, typer.Option("--worker", min=0, help="Which of the proce
 Workers = Annotated[int, typer.Option("--workers", min=1, help="How many processes share the work.")]
 
 
-def load(
-    target: str, drafts: Sequence[str], precision: Precision | None = None
-) -> tuple[Target, dict[str, Draft]]:
+def load(target: str, drafts: Sequence[str], precision: Precision | None = None) -> tuple[Target, dict[str, Draft]]:
     """The target and the drafts by name, in fp32 unless said; drafts are located before the target is fetched."""
     from dspine_probe.drafts.checkpoint import locate
 

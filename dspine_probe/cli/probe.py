@@ -92,12 +92,7 @@ def _common(experiment: Experiment) -> dict[str, Parameter]:
         "seed": (common.Seed, 0),
     }
     return {
-        name: Parameter(
-            name,
-            Parameter.KEYWORD_ONLY,
-            annotation=kind,
-            default=experiment.defaults.get(name, default),
-        )
+        name: Parameter(name, Parameter.KEYWORD_ONLY, annotation=kind, default=experiment.defaults.get(name, default))
         for name, (kind, default) in options.items()
     }
 

@@ -28,13 +28,9 @@ def features(
         Path | None, typer.Option(help="Prompts file of corpora that were saved without prompts.")
     ] = None,
     boxed_share: Annotated[float, typer.Option(help="As it was in generate-data.")] = 0.0,
-    worker: Annotated[
-        int, typer.Option(help="Which of several processes this is; each needs its own folder.")
-    ] = 0,
+    worker: Annotated[int, typer.Option(help="Which of several processes this is; each needs its own folder.")] = 0,
     workers: Workers = 1,
-    taps: Annotated[
-        str | None, typer.Option(help="Target layers to tap, as 1,8,15; default: five spread.")
-    ] = None,
+    taps: Annotated[str | None, typer.Option(help="Target layers to tap, as 1,8,15; default: five spread.")] = None,
     target: TargetName = "embedded",
     precision: PrecisionName = "auto",
 ) -> None:
@@ -72,9 +68,7 @@ def train(
     blocks: Annotated[int, typer.Option(min=1, help="Blocks to train on, in all.")],
     work: Annotated[
         Path | None,
-        typer.Option(
-            callback=writable, help="Where the run keeps its state and metrics; default: OUTPUT.run."
-        ),
+        typer.Option(callback=writable, help="Where the run keeps its state and metrics; default: OUTPUT.run."),
     ] = None,
     target: TargetName = "embedded",
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
@@ -88,8 +82,7 @@ def train(
     block_size: Annotated[int, typer.Option(min=2)] = 8,
     warm: Annotated[bool, typer.Option(help="Start from the target's last layers.")] = True,
     mask_token: Annotated[
-        int | None,
-        typer.Option(help="Unused embedding row; default: the known one of the target's vocabulary."),
+        int | None, typer.Option(help="Unused embedding row; default: the known one of the target's vocabulary.")
     ] = None,
     init: Annotated[
         str | None, typer.Option(help="Go on from this checkpoint, a folder or a shipped draft's name.")
@@ -109,20 +102,14 @@ def train(
         float, typer.Option(help="Weight of codes in each layer, or of token-ce in the mean over layers.")
     ] = 0.5,
     schedule: Annotated[
-        str,
-        typer.Option(
-            help="cosine: shares of --blocks. wsd: warm-up, then a constant rate, in absolute blocks."
-        ),
+        str, typer.Option(help="cosine: shares of --blocks. wsd: warm-up, then a constant rate, in absolute blocks.")
     ] = "cosine",
-    warmup_blocks: Annotated[
-        int, typer.Option(min=0, help="wsd: blocks over which the rate rises.")
-    ] = 12_800,
+    warmup_blocks: Annotated[int, typer.Option(min=0, help="wsd: blocks over which the rate rises.")] = 12_800,
     keep_states: Annotated[
         str | None, typer.Option(help="wsd: keep the state at these numbers of blocks, as 40000,80000.")
     ] = None,
     decay_from: Annotated[
-        Path | None,
-        typer.Option(help="wsd: let the last fifth of --blocks decay from this stable run's kept state."),
+        Path | None, typer.Option(help="wsd: let the last fifth of --blocks decay from this stable run's kept state.")
     ] = None,
     replacement_blocks: Annotated[
         str, typer.Option(help="wsd, dspine: blocks until which replacement holds, and at which it is gone.")
@@ -164,9 +151,7 @@ def train(
 
     def checked(step: int, found: Validation) -> None:
         minutes = (time.monotonic() - began) / 60
-        console.print(
-            f"step {step}: held out {found.tokens_per_anchor:.3f} tokens per anchor ({minutes:.0f} min)"
-        )
+        console.print(f"step {step}: held out {found.tokens_per_anchor:.3f} tokens per anchor ({minutes:.0f} min)")
 
     run = work or output.with_name(output.name + ".run")
     begun = run if decay_from is None or (run / PLAN).is_file() else decay_from

@@ -17,9 +17,7 @@ from dspine_probe.errors import UsageError
 class RowCache:
     """Keys and values of rows that end at different positions."""
 
-    def __init__(
-        self, layers: int, rows: int, capacity: int, heads: int, head_dim: int, like: Tensor
-    ) -> None:
+    def __init__(self, layers: int, rows: int, capacity: int, heads: int, head_dim: int, like: Tensor) -> None:
         self.keys = like.new_zeros(layers, rows, capacity, heads, head_dim)
         self.values = torch.zeros_like(self.keys)
         self.capacity = capacity

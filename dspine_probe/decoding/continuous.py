@@ -72,9 +72,7 @@ def generate_greedy(
     def step(engine: TargetEngine, tokens: Int[Tensor, "row 1"]) -> Int[Tensor, "row"]:
         return engine.greedy(tokens)[:, 0]
 
-    queue = _Queue(
-        prompts_of(target, prompts), max_new_tokens, target.stop_ids, on_complete, should_stop, abandon
-    )
+    queue = _Queue(prompts_of(target, prompts), max_new_tokens, target.stop_ids, on_complete, should_stop, abandon)
     return queue.run(target, batch_size, engines, step, lambda scores: scores.max(dim=-1).indices)
 
 
@@ -109,12 +107,7 @@ def generate_sampled(
 
 
 def sample_nucleus(
-    logits: Float[Tensor, "row vocab"],
-    generator: torch.Generator,
-    *,
-    temperature: float,
-    top_p: float,
-    top_k: int,
+    logits: Float[Tensor, "row vocab"], generator: torch.Generator, *, temperature: float, top_p: float, top_k: int
 ) -> Int[Tensor, "row"]:
     """Draw one token per row from the smallest set of the `top_k` likeliest tokens that holds mass `top_p`."""
     best, ids = logits.float().div(temperature).topk(min(top_k, logits.shape[-1]), dim=-1)

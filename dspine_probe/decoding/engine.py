@@ -23,15 +23,7 @@ from dspine_probe.errors import UsageError
 from dspine_probe.sampling import pick, tempered
 from dspine_probe.target import Target
 
-__all__ = [
-    "Candidates",
-    "DraftEngine",
-    "Engines",
-    "Proposal",
-    "TargetEngine",
-    "check_width",
-    "draw_marginals",
-]
+__all__ = ["Candidates", "DraftEngine", "Engines", "Proposal", "TargetEngine", "check_width", "draw_marginals"]
 
 
 class TargetEngine(Protocol):
@@ -99,9 +91,7 @@ class Engines(Protocol):
     def about(self) -> dict[str, Any]:
         """What computes, for the record of a measurement."""
 
-    def open_target(
-        self, target: Target, *, taps: Sequence[int], rows: int, capacity: int, width: int
-    ) -> TargetEngine:
+    def open_target(self, target: Target, *, taps: Sequence[int], rows: int, capacity: int, width: int) -> TargetEngine:
         """An engine for up to `rows` rows of up to `capacity` tokens, provisional ones included.
 
         Args:
@@ -144,9 +134,7 @@ def check_width(draft: Draft, width: int) -> None:
         UsageError: naming both numbers.
     """
     if width < 2:
-        raise UsageError(
-            f"a block of {width} slots drafts nothing; give 2 or more, the anchor's slot included"
-        )
+        raise UsageError(f"a block of {width} slots drafts nothing; give 2 or more, the anchor's slot included")
     if width > draft.config.block_size:
         raise UsageError(
             f"a block of {width} slots is wider than the {draft.config.block_size} this draft was trained with; "

@@ -68,9 +68,7 @@ class FastCpu:
             return {**REFERENCE.about, "why not C": self.why_not_c}
         return {**self.kernels.about, "why not C": None}
 
-    def open_target(
-        self, target: Target, *, taps: Sequence[int], rows: int, capacity: int, width: int
-    ) -> TargetEngine:
+    def open_target(self, target: Target, *, taps: Sequence[int], rows: int, capacity: int, width: int) -> TargetEngine:
         """See `Engines.open_target`; Llama and Qwen3 of plain build and without hooks, on the CPU."""
         kernels, name = self.kernels, f"target '{target.name}'"
         if kernels is None:

@@ -48,9 +48,7 @@ class FastGpu:
             "why not graphs": self._how(torch.device("cuda" if cuda else "cpu")).reason,
         }
 
-    def open_target(
-        self, target: Target, *, taps: Sequence[int], rows: int, capacity: int, width: int
-    ) -> GpuTarget:
+    def open_target(self, target: Target, *, taps: Sequence[int], rows: int, capacity: int, width: int) -> GpuTarget:
         """See `Engines.open_target`; Llama and Qwen3 of plain build and without hooks."""
         name = f"target '{target.name}'"
         fused = self._targets.of(target, target.model, name, lambda: FusedTarget.fuse(target))

@@ -131,13 +131,7 @@ class _Batch:
     """Rows in flight, the engines they share, and the clock."""
 
     def __init__(
-        self,
-        target: Target,
-        draft: Draft | None,
-        rows: Sequence[Row],
-        width: int,
-        sampling: Sampling,
-        engines: Engines,
+        self, target: Target, draft: Draft | None, rows: Sequence[Row], width: int, sampling: Sampling, engines: Engines
     ) -> None:
         self.device, self.clock = target.device, Clock(target.device)
         self.rows, self.sampling, self.slots = list(rows), sampling, width - 1

@@ -68,9 +68,7 @@ class FixedStep:
             captured, so this one is captured only then, and called only after it.
     """
 
-    def __init__(
-        self, function: Callable[..., Outputs], how: Capturing, *, source: FixedStep | None = None
-    ) -> None:
+    def __init__(self, function: Callable[..., Outputs], how: Capturing, *, source: FixedStep | None = None) -> None:
         self.function, self.how, self.source = function, how, source
         self.buffers: dict[str, Tensor] = {}
         self.reason = how.reason

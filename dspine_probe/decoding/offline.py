@@ -142,9 +142,7 @@ def _simulate_batch(
         at = anchors[:, None]
         drafted = draft.draft_greedy(context, seen.gather(1, at), at, width=width)
         accepted = (drafted == tokens.gather(1, at + ahead)).long().cumprod(dim=1).sum(dim=1)
-        for row, alive, anchor, kept in zip(
-            rows, live.tolist(), anchors.tolist(), accepted.tolist(), strict=True
-        ):
+        for row, alive, anchor, kept in zip(rows, live.tolist(), anchors.tolist(), accepted.tolist(), strict=True):
             if alive:
                 steps[row].append((anchor, kept))
         anchors = (anchors + accepted + 1).minimum(last)

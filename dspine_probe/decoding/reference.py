@@ -50,13 +50,9 @@ class ReferenceTarget:
 
     def __init__(self, target: Target, taps: Sequence[int], rows: int, capacity: int) -> None:
         if "sliding_attention" in (getattr(target.config, "layer_types", None) or ()):
-            raise UsageError(
-                f"target '{target.name}' has sliding-window layers, which this loop cannot roll back"
-            )
+            raise UsageError(f"target '{target.name}' has sliding-window layers, which this loop cannot roll back")
         self.target, self.layers = target, tuple(taps)
-        self.cache = RowCache(
-            target.num_layers, rows, capacity, target.num_kv_heads, target.head_dim, target.embedding
-        )
+        self.cache = RowCache(target.num_layers, rows, capacity, target.num_kv_heads, target.head_dim, target.embedding)
         self.at = torch.empty(0, 0, dtype=torch.long)
         self.caught: dict[int, Tensor] = {}
 
@@ -78,9 +74,7 @@ class ReferenceTarget:
 
     def greedy(self, tokens: Int[Tensor, "row width"]) -> Int[Tensor, "row width"]:
         """See `TargetEngine.greedy`."""
-        return (
-            self.forward(tokens).max(dim=-1).indices
-        )  # on CPU several times faster than argmax, same result
+        return self.forward(tokens).max(dim=-1).indices  # on CPU several times faster than argmax, same result
 
     @property
     def taps(self) -> Float[Tensor, "row width taps_d_model"]:
@@ -130,12 +124,7 @@ class ReferenceDraft:
         config = draft.config
         self.draft, self.width = draft, width
         self.cache = RowCache(
-            config.num_hidden_layers,
-            rows,
-            capacity,
-            config.num_key_value_heads,
-            config.head_dim,
-            draft.fc.weight,
+            config.num_hidden_layers, rows, capacity, config.num_key_value_heads, config.head_dim, draft.fc.weight
         )
         self.cache.lengths = [0] * rows
 

@@ -51,9 +51,7 @@ def prompts_of(target: Target, prompts: Iterable[object]) -> list[list[int]]:
         UsageError: one is no sequence of the target's token ids.
     """
     if isinstance(prompts, str | bytes):
-        raise UsageError(
-            "prompts are text; give one sequence of token ids each, as target.encode_chat makes them"
-        )
+        raise UsageError("prompts are text; give one sequence of token ids each, as target.encode_chat makes them")
     given = list(prompts)
     alone = len(given) == 1
     return [

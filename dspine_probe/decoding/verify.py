@@ -34,10 +34,7 @@ def verify_greedy(drafted: Int[Tensor, "row draft_slot"], wanted: Int[Tensor, "r
 
 
 def verify_sampled(
-    proposal: Proposal,
-    scores: Float[Tensor, "row slot vocab"],
-    sampling: Sampling,
-    noise: Float[Tensor, "row slot"],
+    proposal: Proposal, scores: Float[Tensor, "row slot vocab"], sampling: Sampling, noise: Float[Tensor, "row slot"]
 ) -> Verdict:
     """Lossless rejection sampling.
 

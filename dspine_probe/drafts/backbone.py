@@ -22,14 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dspine_probe.config import DraftConfig
-from dspine_probe.drafts.block import (
-    BlockInputs,
-    BlockStates,
-    Context,
-    LayerStreams,
-    Stage,
-    TruePredecessors,
-)
+from dspine_probe.drafts.block import BlockInputs, BlockStates, Context, LayerStreams, Stage, TruePredecessors
 from dspine_probe.drafts.borrowed import Borrowed, check_visible
 from dspine_probe.drafts.layers import BlockBias, DraftLayer, HookedNorm, RMSNorm, Rotary, rotary_tables
 from dspine_probe.drafts.proposal import Candidates, Proposal
@@ -103,17 +96,13 @@ class Backbone(Borrowed):
         every = self.to_tokens(torch.arange(probs.shape[-1], device=probs.device))
         return Proposal(every[pick(probs, noise)], Candidates(every.expand_as(probs), probs))
 
-    def message_codes(
-        self, tokens: Int[Tensor, "*batch"], dtype: torch.dtype
-    ) -> Float[Tensor, "*batch rank"] | None:
+    def message_codes(self, tokens: Int[Tensor, "*batch"], dtype: torch.dtype) -> Float[Tensor, "*batch rank"] | None:
         """The form in which a known token's code is received by the slot after it; None where none is sent."""
         if self.codes is None:
             return None
         return (F.embedding(tokens, self.codes) * self.codes.shape[1] ** 0.5).to(dtype)
 
-    def prediction_feature(
-        self, layer: int, h: Float[Tensor, "*batch d_model"]
-    ) -> Float[Tensor, "*batch rank"] | None:
+    def prediction_feature(self, layer: int, h: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch rank"] | None:
         """The draft's own reading of what the stream after `layer` predicts, to be compared with `codes`."""
         return None
 
@@ -171,19 +160,13 @@ class Backbone(Borrowed):
         inputs = self.block_inputs(context, anchor_tokens, anchors, width)
         if true_predecessors is not None:
             if self.codes is None:
-                raise UsageError(
-                    f"the slots of a {self.kind.name} receive no codes; give no true_predecessors."
-                )
+                raise UsageError(f"the slots of a {self.kind.name} receive no codes; give no true_predecessors.")
             inputs = replace(inputs, true_predecessors=true_predecessors)
         streams = self.run_layers(self.embed_block(anchor_tokens, width, visible), inputs)
         return BlockStates(streams.residuals, streams.last_layer, self.ln_final(streams.residuals[-1]))
 
     def run_layers(
-        self,
-        x: Float[Tensor, "block slot d_model"],
-        inputs: BlockInputs,
-        start: int = 0,
-        stop: int | None = None,
+        self, x: Float[Tensor, "block slot d_model"], inputs: BlockInputs, start: int = 0, stop: int | None = None
     ) -> LayerStreams:
         """Layers start…stop − 1, each with what follows it, on the stream `x` that enters them."""
         residuals, last = [], x

@@ -82,6 +82,4 @@ def _check_target(config: DraftConfig, embedding: Tensor, head: Tensor, vocabula
             )
     size = None if vocabulary is None else len(vocabulary)
     if size != config.draft_vocab_size:
-        raise UsageError(
-            f"the draft's vocabulary lists {size} tokens but its config says {config.draft_vocab_size}."
-        )
+        raise UsageError(f"the draft's vocabulary lists {size} tokens but its config says {config.draft_vocab_size}.")

@@ -193,9 +193,7 @@ def _check_manifest(folder: Path) -> None:
         if not path.is_file():
             raise ProbeError(f"{path} is missing; copy the checkpoint again")
         if sha256_of(path) != expected:
-            raise ProbeError(
-                f"{path} is not the file that was saved (its checksum differs); copy the checkpoint again"
-            )
+            raise ProbeError(f"{path} is not the file that was saved (its checksum differs); copy the checkpoint again")
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
@@ -218,9 +216,7 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except (SafetensorError, OSError) as error:
-        raise ProbeError(
-            f"{path} cannot be read ({error}), it may be truncated; copy the checkpoint again"
-        ) from error
+        raise ProbeError(f"{path} cannot be read ({error}), it may be truncated; copy the checkpoint again") from error
 
 
 def _side_tensor(path: Path, key: str) -> Tensor:
@@ -243,9 +239,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
-    write_atomically(
-        path, lambda scratch: scratch.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    )
+    write_atomically(path, lambda scratch: scratch.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8"))
 
 
 def refuse_other_files(folder: Path) -> None:
@@ -258,6 +252,4 @@ def refuse_other_files(folder: Path) -> None:
         return
     known = {CONFIG, WEIGHTS, MANIFEST, CARD}
     if not folder.is_dir() or not {path.name for path in folder.iterdir()} <= known:
-        raise UsageError(
-            f"{folder} holds other things than a draft's files; name a new folder for the checkpoint"
-        )
+        raise UsageError(f"{folder} holds other things than a draft's files; name a new folder for the checkpoint")

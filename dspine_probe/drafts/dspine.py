@@ -120,9 +120,7 @@ class DSpine(Backbone):
         """Transfer rank and message size."""
         return self.spine.transfer_rank, self.spine.message_size
 
-    def prediction_feature(
-        self, layer: int, h: Float[Tensor, "*batch d_model"]
-    ) -> Float[Tensor, "*batch rank"]:
+    def prediction_feature(self, layer: int, h: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch rank"]:
         """f_l(h), the readout that a slot sends on."""
         return self.injection.feature(layer, h)
 
@@ -160,9 +158,7 @@ class DSpine(Backbone):
         return seams.hook_resid(torch.cat([h[:, :1], h[:, 1:] + write], dim=1))
 
     def refine(
-        self,
-        last_layer: Float[Tensor, "block draft_slot d_model"],
-        predecessors: Int[Tensor, "block draft_slot k"],
+        self, last_layer: Float[Tensor, "block draft_slot d_model"], predecessors: Int[Tensor, "block draft_slot k"]
     ) -> Float[Tensor, "block draft_slot k d_model"]:
         """Last write repeated with the true code of each known predecessor; final-normed states ρ_t(a)."""
         last, seams = len(self.blocks) - 1, self.last_write
@@ -202,9 +198,7 @@ class DSpine(Backbone):
 
 def _take_codes(
     tensors: dict[str, Tensor], config: DraftConfig, head: Float[Tensor, "vocab d_model"]
-) -> tuple[
-    Float[Tensor, "vocab rank"], Float[Tensor, "d_model"] | None, Float[Tensor, "d_model rank"] | None
-]:
+) -> tuple[Float[Tensor, "vocab rank"], Float[Tensor, "d_model"] | None, Float[Tensor, "d_model rank"] | None]:
     """Codes of every token, with the map that makes them if that is what the checkpoint stores."""
     rank = cast(DSpineConfig, config.part).transfer_rank
     if CODES in tensors:

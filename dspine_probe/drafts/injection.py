@@ -94,9 +94,7 @@ class Injection(nn.Module):
         self, feature: Float[Tensor, "*batch rank"], pred: Float[Tensor, "*batch rank"]
     ) -> Float[Tensor, "*batch message"]:
         """g = σ(G_r f + G_p m + b), one value per message channel."""
-        return torch.sigmoid(
-            self.receiver_gate(feature) + self.predecessor_gate(pred) + self.bias.to(feature.dtype)
-        )
+        return torch.sigmoid(self.receiver_gate(feature) + self.predecessor_gate(pred) + self.bias.to(feature.dtype))
 
     def write(
         self, layer: int, h: Float[Tensor, "*batch d_model"], gated: Float[Tensor, "*batch message"]

@@ -113,10 +113,7 @@ class Attention(nn.Module):
         to_block = own @ k.permute(0, 2, 3, 1)
 
         to_context = to_context.view(batch, self.kv_heads, per_sequence, group, slots, ctx) + bias.context
-        to_block = (
-            to_block.view(batch, per_sequence, self.kv_heads, group, slots, slots).transpose(1, 2)
-            + bias.block
-        )
+        to_block = to_block.view(batch, per_sequence, self.kv_heads, group, slots, slots).transpose(1, 2) + bias.block
         scores = self._by_head(torch.cat([to_context, to_block], dim=-1))
         pattern = self.hook_pattern(self.hook_attn_scores(scores).softmax(dim=-1))
 
@@ -152,9 +149,7 @@ class BlockBias:
 
 
 def _bias(visible: Bool[Tensor, "..."], dtype: torch.dtype) -> Float[Tensor, "..."]:
-    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(
-        ~visible, float("-inf")
-    )
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
 
 
 class MLP(nn.Module):
@@ -181,11 +176,7 @@ class DraftLayer(nn.Module):
         self.attn = Attention(config)
         self.ln2 = HookedNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
-        self.hook_resid_pre, self.hook_resid_mid, self.hook_resid_post = (
-            nn.Identity(),
-            nn.Identity(),
-            nn.Identity(),
-        )
+        self.hook_resid_pre, self.hook_resid_mid, self.hook_resid_post = (nn.Identity(), nn.Identity(), nn.Identity())
         self.hook_attn_out, self.hook_mlp_out = nn.Identity(), nn.Identity()
 
     def forward(

@@ -33,9 +33,7 @@ def to_public(draft: Backbone, dtype: torch.dtype, *, full_codes: bool = False) 
 
     `full_codes` spells out a table of codes where the draft has a small map that makes them.
     """
-    tensors = {
-        public_name(name): weight.detach().to("cpu", dtype) for name, weight in draft.named_parameters()
-    }
+    tensors = {public_name(name): weight.detach().to("cpu", dtype) for name, weight in draft.named_parameters()}
     if draft.vocabulary is not None:
         kept = draft.vocabulary.cpu()
         tensors["d2t"] = kept - torch.arange(len(kept))
@@ -101,9 +99,7 @@ def check_shape(name: str, tensor: Tensor, expected: tuple[int, ...], config: Dr
             f"fc.weight is {found}, but {len(config.target_layer_ids)} taps {list(config.target_layer_ids)} of width "
             f"{config.hidden_size} need {expected}; give the target_layer_ids that the draft was trained with"
         )
-    raise UsageError(
-        f"{name} is {found}, but config.json asks for {expected}; the two belong to different drafts"
-    )
+    raise UsageError(f"{name} is {found}, but config.json asks for {expected}; the two belong to different drafts")
 
 
 def _take_vocabulary(tensors: dict[str, Tensor], config: DraftConfig) -> Int[Tensor, "draft_vocab"] | None:
@@ -115,7 +111,5 @@ def _take_vocabulary(tensors: dict[str, Tensor], config: DraftConfig) -> Int[Ten
     check_shape("t2d", kept, (config.vocab_size,), config)
     tokens = offsets + torch.arange(len(offsets), device=offsets.device)
     if not torch.equal(tokens.sort().values, kept.nonzero()[:, 0]):
-        raise UsageError(
-            "d2t and t2d name different tokens; d2t must hold offsets (token id minus draft id), not ids"
-        )
+        raise UsageError("d2t and t2d name different tokens; d2t must hold offsets (token id minus draft id), not ids")
     return tokens

@@ -12,11 +12,7 @@ from typing import Any
 
 from dspine_probe.errors import UsageError
 
-_DEFAULTS = {
-    "head_dim": 128,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 32768,
-}  # of transformers' Qwen3Config
+_DEFAULTS = {"head_dim": 128, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768}  # of transformers' Qwen3Config
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "model_type": ("qwen3",),
     "hidden_act": ("silu", "swish"),
@@ -66,9 +62,7 @@ def _rope_theta(raw: Mapping[str, Any]) -> float:
     for name in _ROPE_KEYS:
         rope = raw.get(name) or {}
         if any(isinstance(value, Mapping) for value in rope.values()):
-            rope = (
-                rope.get("full_attention") or {}
-            )  # one entry for each type of layer; drafts have this type alone
+            rope = rope.get("full_attention") or {}  # one entry for each type of layer; drafts have this type alone
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind != "default":
             _refuse(name, kind, "the unscaled rotary embedding ('default') is computed")
@@ -78,9 +72,7 @@ def _rope_theta(raw: Mapping[str, Any]) -> float:
             found.add(float(rope["rope_theta"]))
     if len(found) != 1:
         given = "no rope_theta" if not found else f"several rope_theta {sorted(found)}"
-        raise UsageError(
-            f"the draft's config.json names {given}; it must name the one that the draft was trained with"
-        )
+        raise UsageError(f"the draft's config.json names {given}; it must name the one that the draft was trained with")
     return found.pop()
 
 

@@ -50,9 +50,7 @@ class Kind:
             UsageError: another architecture, a part that is missing or foreign, or a bidirectional block.
         """
         if config.architecture != self.architecture:
-            raise UsageError(
-                f"the config describes a {config.architecture}, from which no {self.name} can be built."
-            )
+            raise UsageError(f"the config describes a {config.architecture}, from which no {self.name} can be built.")
         if type(config.part) is not (self.part or type(None)):
             wanted = f"needs a {self.part.KEY}" if self.part else "takes no part of another kind"
             raise UsageError(f"{self.architecture} {wanted}; give the config of a {self.name}.")
@@ -67,12 +65,7 @@ KINDS: dict[str, Kind] = {}
 
 
 def register(
-    name: str,
-    *,
-    architecture: str,
-    objective: str,
-    part: type[ConfigPart] | None = None,
-    causal: bool = False,
+    name: str, *, architecture: str, objective: str, part: type[ConfigPart] | None = None, causal: bool = False
 ) -> Callable[[Class], Class]:
     """Make a `Backbone` class known under `name`; the arguments are the fields of `Kind`."""
 

@@ -46,9 +46,7 @@ class StageBars:
             self._bars.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self._bars is not None:
             self._bars.stop()
 
@@ -68,9 +66,7 @@ class StageBars:
         if first or done == total or now - self._said >= LOG_SECONDS:
             self._said, taken = now, now - began
             left = f", about {taken * (total - done) / done:.0f} s left" if done and not first else ""
-            self._console.print(
-                f"{stage}: {done} of {total}, {taken:.0f} s{left}", highlight=False, soft_wrap=True
-            )
+            self._console.print(f"{stage}: {done} of {total}, {taken:.0f} s{left}", highlight=False, soft_wrap=True)
 
 
 def acceptance_table(result: AcceptanceResult) -> Table:

@@ -45,9 +45,7 @@ def collect(folder: str | Path) -> list[Filed]:
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise UsageError(
-            f"{folder} is not a folder; give the one that holds saved results, such as data/results."
-        )
+        raise UsageError(f"{folder} is not a folder; give the one that holds saved results, such as data/results.")
     filed = []
     for experiment in EXPERIMENTS.values():
         kind = experiment.load_result_class()

@@ -75,13 +75,7 @@ def residual_sites(draft: Draft) -> list[Site]:
 
 @torch.no_grad()
 def sweep(
-    draft: Draft,
-    blocks: Blocks,
-    sites: Sequence[Site],
-    values: Values,
-    score: Score,
-    *,
-    most_rows: int = MOST_ROWS,
+    draft: Draft, blocks: Blocks, sites: Sequence[Site], values: Values, score: Score, *, most_rows: int = MOST_ROWS
 ) -> SweepScores:
     """Scores of `blocks` under the patch of every site, one at a time.
 
@@ -205,8 +199,7 @@ def _walk(draft: Draft, blocks: Blocks, sites: Sequence[Site], values: Values) -
         streams.fork(f"blocks.{layer}.hook_resid_pre")
         for stage in draft.stages(layer):
             tokens, anchors = (
-                each.repeat_interleave(streams.copies, dim=1)
-                for each in (blocks.anchor_tokens, blocks.anchors)
+                each.repeat_interleave(streams.copies, dim=1) for each in (blocks.anchor_tokens, blocks.anchors)
             )
             inputs = draft.block_inputs(context, tokens, anchors, width)
             streams.advance(stage.added, stage.after, stage.step(streams.rows, inputs))
@@ -218,9 +211,7 @@ def _row(site: Site) -> int:
     return site.slot - site.name.endswith("inject.hook_out")
 
 
-def _check(
-    draft: Draft, blocks: Blocks, sites: Sequence[Site], values: Values, order: Mapping[str, int]
-) -> None:
+def _check(draft: Draft, blocks: Blocks, sites: Sequence[Site], values: Values, order: Mapping[str, int]) -> None:
     width, d_model = draft.config.block_size, draft.config.hidden_size
     for site in sites:
         if site.name not in order:
@@ -228,9 +219,7 @@ def _check(
                 f"{site.name!r} does not lie on the residual path; use hooks there, or name one of places(draft)."
             )
         if site.name not in values:
-            raise UsageError(
-                f"no value was given for {site.name}; cache it in the run that values come from."
-            )
+            raise UsageError(f"no value was given for {site.name}; cache it in the run that values come from.")
         if not 0 <= _row(site) < values[site.name].shape[1] or site.slot >= width:
             raise UsageError(f"{site.name} has no slot {site.slot} in a block of {width} slots.")
         wanted = (blocks.anchors.numel(), width - site.name.endswith("inject.hook_out"), d_model)

@@ -104,10 +104,7 @@ _ALL = (
         result="dspine_probe.experiments.injection_depth.result:InjectionDepthResult",
         config="dspine_probe.experiments.injection_depth.command:InjectionOptions",
         run="dspine_probe.experiments.injection_depth.command:run",
-        figures=(
-            "dspine_probe.plots.injection_depth:by_depth",
-            "dspine_probe.plots.injection_depth:by_reliability",
-        ),
+        figures=("dspine_probe.plots.injection_depth:by_depth", "dspine_probe.plots.injection_depth:by_reliability"),
         drafts=("dflash",),
         reproduced={"fast": True},
     ),
@@ -169,13 +166,7 @@ _ALL = (
             "dspine_probe.plots.speed:speedup_by_rows",
         ),
         defaults={"limit": 32, "max_new_tokens": 128},
-        reproduced={
-            "rows": (1,),
-            "temperature": (0.0,),
-            "cost_repeats": 0,
-            "prompts": 7,
-            "max_new_tokens": 64,
-        },
+        reproduced={"rows": (1,), "temperature": (0.0,), "cost_repeats": 0, "prompts": 7, "max_new_tokens": 64},
     ),
 )
 EXPERIMENTS: dict[str, Experiment] = {one.name: one for one in _ALL}

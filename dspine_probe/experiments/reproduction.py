@@ -148,8 +148,7 @@ def engines_agree(request: Request) -> bool | None:
         return None
     ids, engines = target.encode_chat(request.prompts[0].text), (FastCpu(torch.float32), REFERENCE)
     return all(
-        len({generate(target, draft, ids, max_new_tokens=CHECKED, engines=one).tokens for one in engines})
-        == 1
+        len({generate(target, draft, ids, max_new_tokens=CHECKED, engines=one).tokens for one in engines}) == 1
         for draft in (None, *request.drafts.values())
     )
 

@@ -17,11 +17,7 @@ from dspine_probe.plots.panels import panels
 from dspine_probe.plots.style import layout
 
 _CHANNEL = "Earlier tokens act through the target's states, which also hold what the target expects next. "
-_PICKS = {
-    "clean": "true token, before",
-    "top1": "true token, after",
-    "followed": "target's new choice, after",
-}
+_PICKS = {"clean": "true token, before", "top1": "true token, after", "followed": "target's new choice, after"}
 
 
 def places(result: CorruptionResult, *, protocol: str = A) -> FigureBlock:
@@ -30,11 +26,7 @@ def places(result: CorruptionResult, *, protocol: str = A) -> FigureBlock:
     rows = rows[(rows["edit"] == ROW) | (rows["site"] == PREDECESSOR) | (protocol != A)]
     figure = _over_places(panels(rows, by="kind", x="site", kind="bars", scale=100), rows)
     figure.add_hline(
-        y=PAPER_POINTS,
-        line_dash="dot",
-        line_width=1,
-        annotation_text="paper, Qwen3",
-        annotation_position="bottom left",
+        y=PAPER_POINTS, line_dash="dot", line_width=1, annotation_text="paper, Qwen3", annotation_position="bottom left"
     )
     return _block(
         result,

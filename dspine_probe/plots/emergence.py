@@ -26,10 +26,7 @@ _METRICS = {"top1": "top-1 accuracy", "recall16": "label among the best 16", "mr
 def heatmaps(result: EmergenceResult, *, reader: str = TRANSLATOR, metric: str = "top1") -> FigureBlock:
     """Depth × slot readability, one panel a draft on one scale, numbers in the cells (percent)."""
     rows = result.select(draft=[*result.drafts], setting=TRAINED, reader=reader, metric=metric)
-    tables = {
-        draft: 100 * result.grid(draft, reader=reader, metric=metric)
-        for draft in dict.fromkeys(rows["draft"])
-    }
+    tables = {draft: 100 * result.grid(draft, reader=reader, metric=metric) for draft in dict.fromkeys(rows["draft"])}
     top = max(float(table.to_numpy().max()) for table in tables.values())
     figure = grids(tables, unit=f"{_METRICS[metric]}, %", x="slot", y="depth (0 = block embedding)", top=top)
     return FigureBlock(
@@ -61,9 +58,7 @@ def slot_curves(result: EmergenceResult, *, reader: str = TRANSLATOR, metric: st
 
 def controls(result: EmergenceResult) -> FigureBlock:
     """Mean readability of slots 2…T over depth, the trained draft beside every control."""
-    rows = result.select(
-        draft=[*result.drafts], metric="top1_mean", reader=[TRANSLATOR, "unigram", "skip-gram"]
-    )
+    rows = result.select(draft=[*result.drafts], metric="top1_mean", reader=[TRANSLATOR, "unigram", "skip-gram"])
     rows = rows[~rows["setting"].str.contains(MINUS)]
     curves = rows[rows["setting"] != COUNTS]
     figure = panels(curves, by="setting", x="depth", scale=100)
@@ -104,7 +99,5 @@ def _describe_fall(result: EmergenceResult, draft: str, reader: str) -> str:
 def _describe_controls(rows: pd.DataFrame, draft: str) -> str:
     deepest = rows[(rows["reader"] == TRANSLATOR) & (rows["depth"] == rows["depth"].max())]
     texts = [f"{row['setting']} {100 * row['mean']:.0f} %" for row in each_row(deepest)]
-    counted = [
-        f"{row['reader']} {100 * row['mean']:.0f} %" for row in each_row(rows[rows["setting"] == COUNTS])
-    ]
+    counted = [f"{row['reader']} {100 * row['mean']:.0f} %" for row in each_row(rows[rows["setting"] == COUNTS])]
     return f"{draft}, after the last layer: {', '.join(texts)}; counting alone: {', '.join(counted)}."

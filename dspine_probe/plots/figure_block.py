@@ -47,11 +47,7 @@ class FigureBlock:
     def plot_html(self, number: int = 1) -> str:
         """The picture, for a page that loads `Plotly`; `number` makes its id unique."""
         plot = self.figure.to_html(
-            full_html=False,
-            include_plotlyjs=False,
-            include_mathjax=False,
-            config=_CONFIG,
-            div_id=f"plot-{number}",
+            full_html=False, include_plotlyjs=False, include_mathjax=False, config=_CONFIG, div_id=f"plot-{number}"
         )
         return f'<div class="plot" role="img" aria-label="{html.escape(self.alt)}">{plot}</div>\n'
 
@@ -88,9 +84,7 @@ def write_figure(stem: str | Path, block: FigureBlock) -> str | None:
 
 def _write_png(path: Path, block: FigureBlock) -> str | None:
     if find_browser() is None:
-        return (
-            "PNG figures were left out: no Chromium-like browser was found; install one or set BROWSER_PATH."
-        )
+        return "PNG figures were left out: no Chromium-like browser was found; install one or set BROWSER_PATH."
     try:
         write_atomically(path, lambda temporary: block.figure.write_image(temporary, width=1000, scale=2))
     except (RuntimeError, ValueError, OSError) as error:

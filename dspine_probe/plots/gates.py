@@ -93,9 +93,7 @@ def _describe_grid(draft: str, grid: pd.DataFrame, what: str) -> str:
 
 def _describe_followed(rows: pd.DataFrame, draft: str) -> str:
     ends = rows.groupby("group")["mean"].agg(["min", "max"])
-    texts = (
-        f"{name} {ends.loc[g, 'min']:+.2f} to {ends.loc[g, 'max']:+.2f}" for g, name in _FOLLOWED.items()
-    )
+    texts = (f"{name} {ends.loc[g, 'min']:+.2f} to {ends.loc[g, 'max']:+.2f}" for g, name in _FOLLOWED.items())
     return f"{draft}, correlation over layers with: {'; '.join(texts)}."
 
 

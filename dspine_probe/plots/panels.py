@@ -62,9 +62,7 @@ def panels(
     return figure
 
 
-def floors(
-    figure: go.Figure, rows: pd.DataFrame, *, by: str, column: str | None = "draft", scale: float = 1.0
-) -> None:
+def floors(figure: go.Figure, rows: pd.DataFrame, *, by: str, column: str | None = "draft", scale: float = 1.0) -> None:
     """Dotted lines across the panels of `panels`, at the mean of each row, named by its value of `by`."""
     titles = [annotation.text for annotation in figure.layout.annotations]
     for _, row in rows.iterrows():
@@ -74,13 +72,7 @@ def floors(
 
 
 def grids(
-    tables: Mapping[str, pd.DataFrame],
-    *,
-    unit: str,
-    x: str,
-    y: str,
-    digits: int = 0,
-    top: float | None = None,
+    tables: Mapping[str, pd.DataFrame], *, unit: str, x: str, y: str, digits: int = 0, top: float | None = None
 ) -> go.Figure:
     """One heatmap a table, on one scale from 0 to `top` (None: the data's), numbers in the cells.
 
@@ -120,9 +112,6 @@ def _series(part: pd.DataFrame, x: str, y: str, kind: Kind, index: int, scale: f
         low, high = (scale * numbers(part[end].astype(float)) for end in ("low", "high"))
         drawn["error_y"] = interval_bars(values, low, high)
     if kind == "bars":
-        marker = {
-            "color": CATEGORICAL[index % len(CATEGORICAL)],
-            "pattern": {"shape": PATTERNS[index % len(PATTERNS)]},
-        }
+        marker = {"color": CATEGORICAL[index % len(CATEGORICAL)], "pattern": {"shape": PATTERNS[index % len(PATTERNS)]}}
         return go.Bar(**drawn, marker=marker)
     return go.Scatter(**drawn, mode="lines+markers" if kind == "lines" else "markers", **look(index))

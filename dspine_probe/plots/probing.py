@@ -48,9 +48,7 @@ def heatmap(result: ProbingResult, draft: str, question: str) -> FigureBlock:
 
 def _curves(result: ProbingResult, draft: str) -> FigureBlock:
     rows = result.select(draft=draft, metric=ACCURACY, slot="", probe=_CURVES + _FLOORS)
-    figure = panels(
-        rows, by="probe", x="depth", column="question", scale=100, names={name: name for name in _CURVES}
-    )
+    figure = panels(rows, by="probe", x="depth", column="question", scale=100, names={name: name for name in _CURVES})
     floors(figure, rows[rows["probe"].isin(_FLOORS)], by="probe", column="question", scale=100)
     figure.update_xaxes(title_text="depth", dtick=1)
     figure.update_yaxes(rangemode="tozero")

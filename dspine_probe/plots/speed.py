@@ -18,9 +18,7 @@ from dspine_probe.plots.style import layout
 def tokens_per_second(result: SpeedResult) -> FigureBlock:
     """Tokens per second, plainly and with each draft, one panel a sampling, with the fewest rows."""
     rows = result.select(set=ALL, rows=result.fewest, metric="tokens_per_second")
-    speedup = result.select(set=ALL, rows=result.fewest, metric="speedup").set_index(["draft", "sampling"])[
-        "mean"
-    ]
+    speedup = result.select(set=ALL, rows=result.fewest, metric="speedup").set_index(["draft", "sampling"])["mean"]
     figure = panels(rows, by="metric", x="draft", kind="bars", column="sampling")
     for bars, (_, panel) in zip(figure.data, rows.groupby("sampling", sort=False), strict=True):
         bars.text = [f"{speedup[row['draft'], row['sampling']]:.2f}×" for _, row in panel.iterrows()]
@@ -31,9 +29,7 @@ def tokens_per_second(result: SpeedResult) -> FigureBlock:
         rows,
         "Tokens per second",
         "The same prompts by all methods, the prefill not counted; bars say times plain decoding.",
-        lambda row: (
-            f"{number(row, 1)} tokens a second, {speedup[row['draft'], row['sampling']]:.2f} times plain"
-        ),
+        lambda row: f"{number(row, 1)} tokens a second, {speedup[row['draft'], row['sampling']]:.2f} times plain",
         legend=False,
     )
 
@@ -72,9 +68,7 @@ def speedup_by_rows(result: SpeedResult) -> FigureBlock | None:
         rows,
         "Speedup against concurrency",
         "Tokens per second over those of plain decoding of the same batches; rows that finish are not replaced.",
-        lambda row: (
-            f"{row['rows']} at once{', predicted' * (row['series'] != row['draft'])} {row['mean']:.2f} times"
-        ),
+        lambda row: f"{row['rows']} at once{', predicted' * (row['series'] != row['draft'])} {row['mean']:.2f} times",
     )
 
 

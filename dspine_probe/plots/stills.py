@@ -32,9 +32,7 @@ def add_stills(path: str | Path) -> int:
         UsageError: no browser is at hand to draw them.
     """
     if find_browser() is None:
-        raise UsageError(
-            "stills need a Chromium-like browser and none was found; install one or set BROWSER_PATH."
-        )
+        raise UsageError("stills need a Chromium-like browser and none was found; install one or set BROWSER_PATH.")
     path = Path(path)
     notebook = nbformat.read(path, as_version=4)
     missing = [data for data in _figures(notebook) if PNG not in data]

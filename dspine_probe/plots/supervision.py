@@ -78,10 +78,7 @@ def cosines(result: SupervisionResult) -> FigureBlock:
     floor = floor.assign(draft=_WRONG, metric=floor["metric"].str.removesuffix(SHUFFLED))
     figure = _by_layer(pd.concat([rows, floor]), _READERS, {**{a: a for a in result.drafts}, _WRONG: _WRONG})
     figure.update_traces(
-        selector={"name": _WRONG},
-        mode="lines",
-        line={"dash": "dot", "width": 1, "color": "#666666"},
-        error_y=None,
+        selector={"name": _WRONG}, mode="lines", line={"dash": "dot", "width": 1, "color": "#666666"}, error_y=None
     )
     figure.update_yaxes(title_text="cosine with the label's code", row=1, col=1)
     said = {arm: result.by_layer(arm, f"cosine, {FITTED}") for arm in result.drafts}

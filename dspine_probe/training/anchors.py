@@ -86,13 +86,7 @@ def make_batch(
     block_tokens = torch.cat(tokens)
     real = torch.stack([torch.arange(anchors_per_sequence) < len(a) for a in anchors])
     return Batch(
-        taps,
-        placed,
-        block_tokens[:, 0].view_as(placed),
-        block_tokens,
-        torch.cat(weights),
-        torch.cat(teachers),
-        real,
+        taps, placed, block_tokens[:, 0].view_as(placed), block_tokens, torch.cat(weights), torch.cat(teachers), real
     )
 
 

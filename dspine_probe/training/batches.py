@@ -8,13 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from dspine_probe.errors import UsageError
-from dspine_probe.training.anchors import (
-    Batch,
-    make_batch,
-    sample_anchors,
-    show_prefixes,
-    visiting_order,
-)
+from dspine_probe.training.anchors import Batch, make_batch, sample_anchors, show_prefixes, visiting_order
 from dspine_probe.training.features import FeatureStore
 from dspine_probe.training.optimization import TrainConfig
 
@@ -41,9 +35,7 @@ class StepBatches:
         self.lengths = [lengths[i] for i in self.indices]
         self.per_epoch = len(visiting_order(self.lengths, config.sequences, config.seed, 0))
         if not self.per_epoch:
-            raise UsageError(
-                f"{len(self.indices)} usable sequences do not fill one batch of {config.sequences}."
-            )
+            raise UsageError(f"{len(self.indices)} usable sequences do not fill one batch of {config.sequences}.")
 
     def steps(self, first: int, last: int) -> Iterator[tuple[int, list[Batch]]]:
         """Steps first…last − 1 with their micro-batches."""
@@ -71,10 +63,6 @@ class StepBatches:
         sequences = [self.store[self.indices[i]] for i in order[place]]
         anchors = [sample_anchors(s, config.anchors, generator) for s in sequences]
         batch = make_batch(
-            sequences,
-            anchors,
-            block_size=self.block_size,
-            gamma=config.gamma,
-            anchors_per_sequence=config.anchors,
+            sequences, anchors, block_size=self.block_size, gamma=config.gamma, anchors_per_sequence=config.anchors
         )
         return show_prefixes(batch, generator) if config.visible_prefix else batch

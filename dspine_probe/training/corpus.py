@@ -104,18 +104,14 @@ class Corpus:
 
 def _read_meta(folder: Path) -> dict[str, Any]:
     if not (folder / META).is_file():
-        raise UsageError(
-            f"{folder} holds no corpus (no {META}); give a folder that generate-data or synthesize wrote"
-        )
+        raise UsageError(f"{folder} holds no corpus (no {META}); give a folder that generate-data or synthesize wrote")
     try:
         meta = json.loads((folder / META).read_text())
         known, sums = meta["format"] == FORMAT, dict(meta["sha256"])
     except (ValueError, KeyError, TypeError) as error:
         raise ProbeError(f"{folder / META} is damaged; pack the corpus again") from error
     if not known:
-        raise UsageError(
-            f"the corpus in {folder} has format {meta['format']}; this version reads format {FORMAT}"
-        )
+        raise UsageError(f"the corpus in {folder} has format {meta['format']}; this version reads format {FORMAT}")
     for name, expected in sums.items():
         if not (folder / name).is_file() or _sha256(folder / name) != expected:
             raise ProbeError(f"{folder / name} is not the file that {META} describes; pack the corpus again")
@@ -132,9 +128,7 @@ def _match(
     found = []
     for name, check in zip(ids, checks.tolist(), strict=True):
         if name not in prompts:
-            raise UsageError(
-                f"the corpus in {folder} answers prompt {name!r}, which the prompts given do not have"
-            )
+            raise UsageError(f"the corpus in {folder} answers prompt {name!r}, which the prompts given do not have")
         prompt = tuple(prompts[name])
         if _checksum(prompt) != check:
             raise UsageError(

@@ -171,11 +171,7 @@ def build_features(
 
 
 def _fill(
-    target: Target,
-    examples: list[Example],
-    offsets: list[int],
-    taps: Seq[int],
-    arrays: tuple[Tensor, Tensor, Tensor],
+    target: Target, examples: list[Example], offsets: list[int], taps: Seq[int], arrays: tuple[Tensor, Tensor, Tensor]
 ) -> None:
     """Write one right-padded batch to its places."""
     rows = [torch.tensor(e.prompt_ids + e.response_ids) for e in examples]

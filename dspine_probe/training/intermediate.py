@@ -51,9 +51,7 @@ class Supervision:
         if self.arm not in ARMS:
             raise UsageError(f"supervision {self.arm!r} is unknown; use one of {', '.join(ARMS)}.")
         if self.weight <= 0:
-            raise UsageError(
-                f"supervision weight {self.weight} must be positive; for no supervision use {NONE!r}."
-            )
+            raise UsageError(f"supervision weight {self.weight} must be positive; for no supervision use {NONE!r}.")
 
 
 class Intermediate(nn.Module):
@@ -67,16 +65,13 @@ class Intermediate(nn.Module):
         if supervision.arm == NONE:
             raise UsageError(f"supervision {NONE!r} has no losses; train without it.")
         if layers < 2:
-            raise UsageError(
-                f"a draft of {layers} layer has no intermediate one to supervise; use at least 2."
-            )
+            raise UsageError(f"a draft of {layers} layer has no intermediate one to supervise; use at least 2.")
         self.supervision, self.layers = supervision, layers - 1
         self.readouts = nn.ParameterList()
         if supervision.arm in CODE_ARMS:
             space = TransferSpace.fit(head, supervision.rank or head.shape[1] // 3)
             self.readouts.extend(
-                nn.Parameter(space.basis.T.clone(memory_format=torch.contiguous_format))
-                for _ in range(self.layers)
+                nn.Parameter(space.basis.T.clone(memory_format=torch.contiguous_format)) for _ in range(self.layers)
             )
             whitened = supervision.arm != "cosine-unwhitened"
             map_ = space.projection if whitened else space.basis
@@ -114,9 +109,7 @@ class Intermediate(nn.Module):
         if self.supervision.arm != "expected-code":
             return F.embedding(batch.tokens[:, 1:], self.codes)
         table = self.codes if draft.vocabulary is None else self.codes[draft.vocabulary]
-        return expected_codes(batch.teacher.flatten(0, 1), draft.head, table).view(
-            *batch.teacher.shape[:2], -1
-        )
+        return expected_codes(batch.teacher.flatten(0, 1), draft.head, table).view(*batch.teacher.shape[:2], -1)
 
     def _code_loss(
         self,

@@ -59,14 +59,10 @@ class TrainConfig:
         if self.schedule not in (COSINE, WSD):
             raise UsageError(f"schedule {self.schedule!r} is unknown; use {COSINE} or {WSD}.")
         if self.schedule == COSINE and (self.keep_states or self.decay_from is not None):
-            raise UsageError(
-                f"states are kept and decayed under the schedule {WSD} alone; give --schedule {WSD}."
-            )
+            raise UsageError(f"states are kept and decayed under the schedule {WSD} alone; give --schedule {WSD}.")
         hold, end = self.replacement_blocks
         if not 0 <= hold <= end:
-            raise UsageError(
-                f"replacement_blocks are {hold} and {end}; it must end no earlier than it fades."
-            )
+            raise UsageError(f"replacement_blocks are {hold} and {end}; it must end no earlier than it fades.")
         if self.blocks < self.sequences * self.anchors * self.accumulate:
             raise UsageError(
                 f"{self.blocks} blocks do not fill one step of {self.sequences} × {self.anchors} × {self.accumulate}."
@@ -132,9 +128,7 @@ def make_optimizers(trained: nn.Module, config: TrainConfig) -> list[torch.optim
 def learning_rate(config: TrainConfig, step: int, processes: int = 1) -> float:
     """The rate of `step`: linear warm-up, then cosine to zero, or constant until the decay, linear to zero, begins."""
     total, wsd = config.steps(processes), config.schedule == WSD
-    warmup = max(
-        1, config.steps(processes, blocks=config.warmup_blocks) if wsd else round(config.warmup * total)
-    )
+    warmup = max(1, config.steps(processes, blocks=config.warmup_blocks) if wsd else round(config.warmup * total))
     begin = total if config.decay_from is None else config.steps(processes, blocks=config.decay_from)
     if step < warmup:
         return config.lr * (step + 1) / warmup

@@ -15,9 +15,7 @@ LINE_SECONDS = 30.0
 class TokenProgress:
     """Counts tokens towards a total (None: no end known); writes to standard error only inside the `with` block."""
 
-    def __init__(
-        self, label: str, total: int | None, *, done: int = 0, console: Console | None = None
-    ) -> None:
+    def __init__(self, label: str, total: int | None, *, done: int = 0, console: Console | None = None) -> None:
         self._label, self._total, self._done = label, total, done
         self._made = self._gained = 0
         self._console = console
@@ -34,9 +32,7 @@ class TokenProgress:
         self._task = self._bar.add_task(self._label, total=self._total, completed=self._done)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._bar.stop()
         assert self._console is not None
         self._console.print(self.line(), highlight=False)
@@ -46,9 +42,7 @@ class TokenProgress:
         self._done += kept
         self._gained += kept
         self._made += made
-        self._bar.update(
-            self._task, completed=self._done, description=f"{self._label} {self._rate():,.0f} tokens/s"
-        )
+        self._bar.update(self._task, completed=self._done, description=f"{self._label} {self._rate():,.0f} tokens/s")
         now = time.monotonic()
         assert self._console is not None
         if not self._console.is_terminal and now - self._printed >= LINE_SECONDS:

@@ -60,9 +60,7 @@ def new_draft(
     return draft
 
 
-def frequent_tokens(
-    responses: Iterable[Iterable[int]], size: int, vocab_size: int
-) -> Int[Tensor, "draft_vocab"]:
+def frequent_tokens(responses: Iterable[Iterable[int]], size: int, vocab_size: int) -> Int[Tensor, "draft_vocab"]:
     """The `size` tokens that occur most often in `responses`, in ascending order (ties: lower id first)."""
     if not 1 <= size <= vocab_size:
         raise UsageError(f"a draft vocabulary of {size} tokens does not fit the target's {vocab_size}.")

@@ -28,9 +28,7 @@ def trim_rows(path: Path, step: int) -> None:
         return
     with open(path, newline="") as file:
         rows = list(csv.reader(file))
-    kept = rows[:1] + [
-        row for row in rows[1:] if len(row) == len(rows[0]) and row[0].isdigit() and int(row[0]) <= step
-    ]
+    kept = rows[:1] + [row for row in rows[1:] if len(row) == len(rows[0]) and row[0].isdigit() and int(row[0]) <= step]
 
     def write(to: Path) -> None:
         with open(to, "w", newline="") as file:

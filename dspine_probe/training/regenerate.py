@@ -39,9 +39,7 @@ class Worker:
 
     def __post_init__(self) -> None:
         if not 0 <= self.index < self.count:
-            raise UsageError(
-                f"worker {self.index} of {self.count} was asked for; workers are 0 to {self.count - 1}"
-            )
+            raise UsageError(f"worker {self.index} of {self.count} was asked for; workers are 0 to {self.count - 1}")
 
     def share(self, budget: int | None) -> int | None:
         """This worker's part of a budget, rounded up."""

@@ -198,14 +198,10 @@ def _check_plan(now: Mapping[str, Any], run: Path) -> None:
     before = json.loads((run / PLAN).read_text()) if (run / PLAN).exists() else {}
     changed = [name for name, value in now.items() if before.get(name, value) != value]
     if changed:
-        raise UsageError(
-            f"{run} was begun with another plan ({', '.join(changed)}); choose another output folder."
-        )
+        raise UsageError(f"{run} was begun with another plan ({', '.join(changed)}); choose another output folder.")
 
 
-def _card(
-    settings: Mapping[str, Any], target: Target, store: FeatureStore, final: Validation, seconds: float
-) -> str:
+def _card(settings: Mapping[str, Any], target: Target, store: FeatureStore, final: Validation, seconds: float) -> str:
     responses = store.meta.tokens - sum(store.meta.prompt_lengths)
     survival = " ".join(f"{share:.3f}" for share in final.survival)
     table = "\n".join(f"| {name} | {value} |" for name, value in settings.items())

@@ -57,11 +57,7 @@ class RunState:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        config: TrainConfig,
-        objective: Objective,
-        optimizers: list[torch.optim.Optimizer],
+        self, folder: Path, config: TrainConfig, objective: Objective, optimizers: list[torch.optim.Optimizer]
     ) -> None:
         self.folder, self.config = folder, config
         self.objective, self.optimizers = objective, optimizers

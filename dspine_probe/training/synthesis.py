@@ -64,9 +64,7 @@ def open_user_turn(target: Target) -> list[int]:
     text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False))
     before, found, _ = text.partition(_PLACE)
     if not found:
-        raise UsageError(
-            f"the chat template of target '{target.name}' rewrites the user's text; use other prompts"
-        )
+        raise UsageError(f"the chat template of target '{target.name}' rewrites the user's text; use other prompts")
     return [int(token) for token in tokenizer.encode(before, add_special_tokens=False)]
 
 

@@ -84,12 +84,7 @@ def train(
     with ExitStack() as stack:
         with _together(accelerator):
             source = StepBatches(
-                store,
-                indices,
-                config,
-                draft.config.block_size,
-                rank=accelerator.process_index,
-                processes=processes,
+                store, indices, config, draft.config.block_size, rank=accelerator.process_index, processes=processes
             )
             folder.mkdir(parents=True, exist_ok=True)
             if main:
@@ -153,9 +148,7 @@ def _step(
 ) -> StepReport:
     """Forward and backward over the micro-batches of one optimiser step."""
     processes = accelerator.num_processes
-    weight = accelerator.reduce(
-        torch.stack([b.weight.sum() for b in batches]).sum().to(accelerator.device), "sum"
-    )
+    weight = accelerator.reduce(torch.stack([b.weight.sum() for b in batches]).sum().to(accelerator.device), "sum")
     progress = Progress(
         step, config.steps(processes), torch.Generator(), config.step_blocks(processes), config.curriculum
     )
@@ -176,8 +169,7 @@ def _step(
             sums[name] = sums.get(name, 0) + value.detach()
     # Losses carry the number of processes, hits do not; after this every process has the same numbers.
     sums = {
-        name: accelerator.reduce(value, "sum" if name in ("hits", "counts") else "mean")
-        for name, value in sums.items()
+        name: accelerator.reduce(value, "sum" if name in ("hits", "counts") else "mean") for name, value in sums.items()
     }
     norm = _clip(accelerator, accelerator.unwrap_model(model), config.clip)
     loss = float(sums["loss"])
@@ -194,18 +186,7 @@ def _step(
     accuracy = (sums["hits"] / sums["counts"].clamp(min=1)).tolist()
     parts = {k: float(v) for k, v in sums.items() if k not in ("loss", "ce", "hits", "counts")}
     lr = optimizers[0].param_groups[0]["lr"]
-    return StepReport(
-        step + 1,
-        progress.total_steps,
-        0,
-        loss,
-        float(sums["ce"]),
-        tuple(accuracy),
-        lr,
-        norm,
-        0.0,
-        parts,
-    )
+    return StepReport(step + 1, progress.total_steps, 0, loss, float(sums["ce"]), tuple(accuracy), lr, norm, 0.0, parts)
 
 
 def _clip(accelerator: Accelerator, objective: Objective, limit: float) -> float:
@@ -220,10 +201,7 @@ def _clip(accelerator: Accelerator, objective: Objective, limit: float) -> float
 
 
 def _write_metrics(folder: Path, report: StepReport) -> None:
-    row = asdict(report) | {
-        "slot_accuracy": json.dumps(report.slot_accuracy),
-        "parts": json.dumps(report.parts),
-    }
+    row = asdict(report) | {"slot_accuracy": json.dumps(report.slot_accuracy), "parts": json.dumps(report.parts)}
     append_row(folder / METRICS, row)
 
 

@@ -63,9 +63,7 @@ def _read_last_tap(fc: nn.Linear, hidden_size: int) -> None:
     fc.weight[:, -hidden_size:].fill_diagonal_(1.0)
 
 
-def _qk_scales(
-    target: Target, layers: Sequence[int], sample: Int[Tensor, "batch ctx"]
-) -> list[tuple[float, float]]:
+def _qk_scales(target: Target, layers: Sequence[int], sample: Int[Tensor, "batch ctx"]) -> list[tuple[float, float]]:
     """Root-mean-square of the target's queries and keys in each layer."""
     seen: dict[tuple[int, str], float] = {}
 

@@ -76,9 +76,7 @@ class GateTrace:
         table = self.table(layer, round)
         title = f"Gates of layer {layer} in round {round}"
         figure = layout(go.Figure(_traces(table)), height=380)
-        figure.update_xaxes(
-            tickvals=table["slot"].tolist(), ticktext=_labels(table), title_text="drafted token"
-        )
+        figure.update_xaxes(tickvals=table["slot"].tolist(), ticktext=_labels(table), title_text="drafted token")
         figure.update_yaxes(range=[0, 1], title_text="gate, mean over channels")
         figure.update_layout(title={"text": title, "font": {"size": 14}}, barmode="overlay")
         caption = (
@@ -94,9 +92,7 @@ class GateTrace:
         return f"Layer {layer}, round {round}, after “…{self.before[round - 1]}”: {slots}."
 
 
-def trace_gates(
-    target: Target, draft: DSpine, prompt_ids: Sequence[int], *, max_new_tokens: int
-) -> GateTrace:
+def trace_gates(target: Target, draft: DSpine, prompt_ids: Sequence[int], *, max_new_tokens: int) -> GateTrace:
     """Decode greedily and keep the gates of every round.
 
     Raises:
@@ -114,9 +110,7 @@ def trace_gates(
         with hooked.hooks([(name, keep(layer)) for layer, name in enumerate(gate_names(len(draft.blocks)))]):
             answer = generate(target, draft, prompt_ids, max_new_tokens=max_new_tokens)
     if not answer.rounds:
-        raise UsageError(
-            "the answer ended with its first token, so nothing was drafted; give another prompt."
-        )
+        raise UsageError("the answer ended with its first token, so nothing was drafted; give another prompt.")
     text = [*answer.prompt_ids, *answer.tokens]
     return GateTrace(
         answer.rounds,

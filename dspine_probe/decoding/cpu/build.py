@@ -108,9 +108,5 @@ def _processor() -> str:
     """What "native" stands for: code built here may not run on another processor that shares the cache."""
     path = Path("/proc/cpuinfo")
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    lines = [
-        line
-        for line in text.splitlines()
-        if line.startswith(("vendor_id", "model name", "flags", "Features"))
-    ]
+    lines = [line for line in text.splitlines() if line.startswith(("vendor_id", "model name", "flags", "Features"))]
     return "\n".join(sorted(set(lines))) or f"{platform.machine()} {platform.processor()}"

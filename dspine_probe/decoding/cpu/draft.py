@@ -14,13 +14,7 @@ from dspine_probe.decoding.cpu.kernels import FLOAT, Kernels, PackedMatrix
 from dspine_probe.decoding.cpu.rows import RowSlots
 from dspine_probe.decoding.cpu.stack import LayerStack, PackedLayer, SpineKernels, check_even, floats
 from dspine_probe.decoding.engine import check_width, draw_marginals
-from dspine_probe.decoding.weights import (
-    StackSizes,
-    draft_layers,
-    draft_rotary,
-    draft_sizes,
-    spine_weights,
-)
+from dspine_probe.decoding.weights import StackSizes, draft_layers, draft_rotary, draft_sizes, spine_weights
 from dspine_probe.drafts import Draft
 from dspine_probe.drafts.proposal import Candidates, Proposal
 from dspine_probe.drafts.transition import TransitionCache
@@ -103,9 +97,7 @@ class CpuDraft:
         self.rows = RowSlots(rows, capacity)
         self.rows.add(rows)
         rotary = draft_rotary(draft, capacity)
-        self.stack = LayerStack(
-            self.kernels, packed.sizes, packed.layers, rotary, slots=rows, capacity=capacity
-        )
+        self.stack = LayerStack(self.kernels, packed.sizes, packed.layers, rotary, slots=rows, capacity=capacity)
 
     def extend(self, taps: Float[Tensor, "row width taps_d_model"], counts: Sequence[int]) -> None:
         """See `DraftEngine.extend`; only the rows that count are computed."""

@@ -76,13 +76,7 @@ class Kernels:
         return y
 
     def best(
-        self,
-        x: Float[Tensor, "row in"],
-        matrix: PackedMatrix,
-        k: int,
-        *,
-        gain: Float[Tensor, "in"],
-        eps: float,
+        self, x: Float[Tensor, "row in"], matrix: PackedMatrix, k: int, *, gain: Float[Tensor, "in"], eps: float
     ) -> Int[Tensor, "row k"]:
         """The k outputs with the largest scores of every normed row, best first; the lower id first among equals."""
         rows, ids = len(x), torch.empty(len(x), k, dtype=LONG, device="cpu")

@@ -74,9 +74,7 @@ class RowSlots:
         for length, count in zip(self.lengths, counts, strict=True):
             require_room(length, count, self.capacity)
         slots = [slot for slot, count in zip(self.slots, counts, strict=True) for _ in range(count)]
-        starts = [
-            length + at for length, count in zip(self.lengths, counts, strict=True) for at in range(count)
-        ]
+        starts = [length + at for length, count in zip(self.lengths, counts, strict=True) for at in range(count)]
         for first in range(0, len(slots), MAX_ROWS):
             part = slice(first, min(first + MAX_ROWS, len(slots)))
             yield part, Span(slots[part], starts[part], 1)

@@ -28,9 +28,7 @@ class PackedLayer:
     def __init__(self, kernels: Kernels, layer: LayerWeights) -> None:
         self.inner = kernels.padded(len(layer.gate))
         spare = self.inner - len(layer.gate)
-        gate, up = (
-            F.pad(w, (0, 0, 0, spare)).unflatten(0, (-1, kernels.block)) for w in (layer.gate, layer.up)
-        )
+        gate, up = (F.pad(w, (0, 0, 0, spare)).unflatten(0, (-1, kernels.block)) for w in (layer.gate, layer.up))
         self.matrices = [
             kernels.matrix(torch.cat([layer.q, layer.k, layer.v])),
             kernels.matrix(layer.out),
@@ -44,8 +42,7 @@ class PackedLayer:
         """The layer with its caches."""
         widths = sizes.width, sizes.width, sizes.head_dim, sizes.head_dim
         gains = (
-            None if gain is None else at(gain, FLOAT, width)
-            for gain, width in zip(self.gains, widths, strict=True)
+            None if gain is None else at(gain, FLOAT, width) for gain, width in zip(self.gains, widths, strict=True)
         )
         return LayerC(*(m.struct for m in self.matrices), *gains, keys.data_ptr(), values.data_ptr())
 
@@ -92,9 +89,7 @@ class LayerStack:
         """Run one layer in place; its keys and values are stored, and each row sees what lies before it."""
         self._call("layer", number, span, at(x, FLOAT, span.rows, self.width))
 
-    def context(
-        self, number: int, x: Float[Tensor, "row d_model"], gain: Float[Tensor, "d_model"], span: Span
-    ) -> None:
+    def context(self, number: int, x: Float[Tensor, "row d_model"], gain: Float[Tensor, "d_model"], span: Span) -> None:
         """Store keys and values of normed rows, and nothing else."""
         self._call("context", number, span, at(x, FLOAT, span.rows, self.width), at(gain, FLOAT, self.width))
 
@@ -185,6 +180,4 @@ def check_even(**sizes: int) -> None:
     """
     odd = [f"{name} {size}" for name, size in sizes.items() if size % 2]
     if odd:
-        raise UsageError(
-            f"fast CPU decoding takes even sizes only, got {', '.join(odd)}; use the reference engine"
-        )
+        raise UsageError(f"fast CPU decoding takes even sizes only, got {', '.join(odd)}; use the reference engine")

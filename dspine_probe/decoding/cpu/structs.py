@@ -44,12 +44,7 @@ class LayerC(Structure):
 class PassC(Structure):
     """Where the rows of a pass belong."""
 
-    _fields_ = [
-        ("sequences", c_long),
-        ("width", c_long),
-        ("slots", POINTER(c_int64)),
-        ("starts", POINTER(c_int64)),
-    ]
+    _fields_ = [("sequences", c_long), ("width", c_long), ("slots", POINTER(c_int64)), ("starts", POINTER(c_int64))]
 
 
 class InjectionC(Structure):

@@ -38,9 +38,7 @@ class PackedTarget:
         """
         sizes = target_sizes(target)
         if target.device.type != "cpu":
-            raise UsageError(
-                f"target '{target.name}' lies on {target.device}; fast CPU decoding needs it on the CPU"
-            )
+            raise UsageError(f"target '{target.name}' lies on {target.device}; fast CPU decoding needs it on the CPU")
         check_even(**{"hidden size": sizes.width, "head size": sizes.head_dim})
         return cls(
             kernels,
@@ -57,17 +55,13 @@ class CpuTarget:
 
     admits = True
 
-    def __init__(
-        self, target: Target, packed: PackedTarget, taps: Sequence[int], rows: int, capacity: int
-    ) -> None:
+    def __init__(self, target: Target, packed: PackedTarget, taps: Sequence[int], rows: int, capacity: int) -> None:
         self.packed, self.kernels = packed, packed.kernels
         width = packed.sizes.width
         self.columns = {tap: slice(n * width, (n + 1) * width) for n, tap in enumerate(taps)}
         self.rows = RowSlots(rows, capacity)
         rotary = target_rotary(target, capacity)
-        self.stack = LayerStack(
-            self.kernels, packed.sizes, packed.layers, rotary, slots=rows, capacity=capacity
-        )
+        self.stack = LayerStack(self.kernels, packed.sizes, packed.layers, rotary, slots=rows, capacity=capacity)
         self.taps: Float[Tensor, "row width taps_d_model"] = self._empty_taps(0, 0)
         """See `TargetEngine.taps`."""
 
@@ -102,9 +96,7 @@ class CpuTarget:
         """See `TargetEngine.select`."""
         self.rows.select(rows)
 
-    def _pass(
-        self, tokens: Int[Tensor, "row width"], rows: range | None = None
-    ) -> Float[Tensor, "row_width d_model"]:
+    def _pass(self, tokens: Int[Tensor, "row width"], rows: range | None = None) -> Float[Tensor, "row_width d_model"]:
         """States after the last layer, before the final norm; leaves the taps behind."""
         states = F.embedding(tokens, self.packed.embedding).to(FLOAT)
         self.taps = self._empty_taps(*tokens.shape)

@@ -125,9 +125,7 @@ class GpuDraft:
 
     # ---- steps
 
-    def _step(
-        self, kind: str, function: Callable[..., Outputs], source: FixedStep | None = None
-    ) -> FixedStep:
+    def _step(self, kind: str, function: Callable[..., Outputs], source: FixedStep | None = None) -> FixedStep:
         """The step of this kind for as many rows as there are."""
         key = kind, self.rows.bucket
         if key not in self.steps:

@@ -52,13 +52,7 @@ class FusedStack:
     """Fused layers and the keys and values of `rows` sequences of at most `capacity` positions."""
 
     def __init__(
-        self,
-        layers: Sequence[FusedLayer],
-        sizes: StackSizes,
-        rotary: Rotary,
-        *,
-        rows: int,
-        capacity: int,
+        self, layers: Sequence[FusedLayer], sizes: StackSizes, rotary: Rotary, *, rows: int, capacity: int
     ) -> None:
         self.layers, self.sizes = layers, sizes
         like, half = layers[0].qkv, sizes.head_dim // 2
@@ -82,9 +76,7 @@ class FusedStack:
         gate_up = F.linear(self.norm(x, layer.norm_mlp), layer.gate_up)
         return torch.addmm(x, silu_mul(gate_up), layer.down.T)
 
-    def norm(
-        self, x: Float[Tensor, "*rows d_model"], gain: Float[Tensor, "d_model"]
-    ) -> Float[Tensor, "*rows d_model"]:
+    def norm(self, x: Float[Tensor, "*rows d_model"], gain: Float[Tensor, "d_model"]) -> Float[Tensor, "*rows d_model"]:
         """The RMS norm of all these models."""
         return F.rms_norm(x, gain.shape, gain, self.sizes.eps)
 

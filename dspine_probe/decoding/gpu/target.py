@@ -45,14 +45,7 @@ class GpuTarget:
     admits = False
 
     def __init__(
-        self,
-        target: Target,
-        fused: FusedTarget,
-        taps: Sequence[int],
-        *,
-        rows: int,
-        capacity: int,
-        how: Capturing,
+        self, target: Target, fused: FusedTarget, taps: Sequence[int], *, rows: int, capacity: int, how: Capturing
     ) -> None:
         self.target, self.tapped, self.how = target, tuple(taps), how
         self.gain = target.model.base_model.norm.weight.detach()
@@ -80,9 +73,7 @@ class GpuTarget:
             taps.append(tapped)
             ends_here = ((at <= last) & (last < at + PIECE))[:, None]
             place = (last - at).clamp(0, piece.shape[1] - 1)
-            finals = torch.where(
-                ends_here, states[torch.arange(len(last), device=last.device), place], finals
-            )
+            finals = torch.where(ends_here, states[torch.arange(len(last), device=last.device), place], finals)
         self._taps = torch.cat(taps, dim=1)
         self.rows.grow([len(prompt) for prompt in prompts])
         return self._logits(finals)

@@ -26,11 +26,7 @@ PIECE = 64  # slots that a prompt is read by; any number works, and this one fil
 
 
 def block_attention(
-    queries: Float[Tensor, "row head d_head"],
-    cache: LayerCache,
-    starts: Int[Tensor, "batch"],
-    *,
-    causal: bool,
+    queries: Float[Tensor, "row head d_head"], cache: LayerCache, starts: Int[Tensor, "batch"], *, causal: bool
 ) -> Float[Tensor, "row heads_d_head"]:
     """softmax(q kᵀ / √d_head) v for every slot of every sequence."""
     if not usable(queries, cache.keys, cache.values):
@@ -42,11 +38,7 @@ def block_attention(
 
 
 def block_attention_reference(
-    queries: Float[Tensor, "row head d_head"],
-    cache: LayerCache,
-    starts: Int[Tensor, "batch"],
-    *,
-    causal: bool,
+    queries: Float[Tensor, "row head d_head"], cache: LayerCache, starts: Int[Tensor, "batch"], *, causal: bool
 ) -> Float[Tensor, "row heads_d_head"]:
     """`block_attention` in torch."""
     batch, (rows, heads, size) = len(starts), queries.shape
@@ -62,11 +54,7 @@ def block_attention_reference(
 
 
 def plan_attention(
-    queries: Float[Tensor, "row head d_head"],
-    cache: LayerCache,
-    starts: Int[Tensor, "batch"],
-    *,
-    causal: bool,
+    queries: Float[Tensor, "row head d_head"], cache: LayerCache, starts: Int[Tensor, "batch"], *, causal: bool
 ) -> tuple[tuple[Launch, Launch], Float[Tensor, "row heads_d_head"]]:
     """The two launches and the buffer the second fills."""
     batch, (rows, heads, size) = len(starts), queries.shape
@@ -85,13 +73,7 @@ def plan_attention(
         (splits, key_heads * tiles, batch),
         {"queries": queries, "keys": cache.keys, "values": cache.values, "starts": starts, **parts}
         | {**sizes, "capacity": capacity, "splits": splits, "tiles": tiles, "scale": size**-0.5},
-        {
-            "ROWS": tile,
-            "KEYS": KEYS,
-            "SIZE": block(size, 1 << 16),
-            "CAUSAL": causal,
-            "WIDEN": widened(queries.dtype),
-        },
+        {"ROWS": tile, "KEYS": KEYS, "SIZE": block(size, 1 << 16), "CAUSAL": causal, "WIDEN": widened(queries.dtype)},
         warps=8 if tile == 64 else 4,
         stages=2,
     )

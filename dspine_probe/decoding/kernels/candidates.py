@@ -33,9 +33,7 @@ def top_candidates_reference(scores: Float[Tensor, "*batch vocab"], k: int) -> I
     return scores.topk(k, dim=-1).indices
 
 
-def plan_top(
-    scores: Float[Tensor, "row vocab"], k: int
-) -> tuple[tuple[Launch, Launch], Int[Tensor, "row k"]]:
+def plan_top(scores: Float[Tensor, "row vocab"], k: int) -> tuple[tuple[Launch, Launch], Int[Tensor, "row k"]]:
     """The two launches and the buffer the second fills."""
     rows, vocab = scores.shape
     span = block(vocab, SPAN)
@@ -61,15 +59,7 @@ def plan_top(
     gather = Launch(
         _top_kernel,
         (1, rows),
-        {
-            "scores": best,
-            "names": where,
-            "best": found,
-            "index": index,
-            "length": spans * k,
-            "width": k,
-            "k": k,
-        },
+        {"scores": best, "names": where, "best": found, "index": index, "length": spans * k, "width": k, "k": k},
         {"SPAN": pow2(spans * k), "NAMED": True},
         warps=8,
     )

@@ -47,10 +47,7 @@ def read(h: Float[Tensor, "row d_model"], weights: LayerInjection) -> LayerReads
 
 
 def inject(
-    h: Float[Tensor, "row d_model"],
-    anchor_tokens: Int[Tensor, "block"],
-    weights: LayerInjection,
-    tables: CodeTables,
+    h: Float[Tensor, "row d_model"], anchor_tokens: Int[Tensor, "block"], weights: LayerInjection, tables: CodeTables
 ) -> tuple[Float[Tensor, "row d_model"], LayerReads]:
     """h after the layer's injection, every predecessor read as it stood before, and the readings it came from."""
     readings = read(h, weights)
@@ -123,12 +120,7 @@ def plan_read(h: Float[Tensor, "row d_model"], weights: LayerInjection) -> tuple
             "rank": weights.rank,
             "columns": columns,
         },
-        {
-            "ROWS": tile,
-            "COLUMNS": size,
-            "DEPTH": block(d_model, 256 if tile == 16 else 64),
-            "WIDEN": widened(h.dtype),
-        },
+        {"ROWS": tile, "COLUMNS": size, "DEPTH": block(d_model, 256 if tile == 16 else 64), "WIDEN": widened(h.dtype)},
         stages=4,
     )
     return launch, readings

@@ -41,9 +41,7 @@ def usable(*tensors: Tensor) -> bool:
     """Whether Triton can compute on these: contiguous bf16, fp32 or ints, on a CUDA device or in the interpreter."""
     if triton is None or not all(_suits(tensor) for tensor in tensors):
         return False
-    return all(t.is_cuda for t in tensors) or (
-        interpreting() and all(t.device.type == "cpu" for t in tensors)
-    )
+    return all(t.is_cuda for t in tensors) or (interpreting() and all(t.device.type == "cpu" for t in tensors))
 
 
 def _suits(tensor: Tensor) -> bool:
@@ -68,9 +66,7 @@ class Launch:
 
     def run(self) -> None:
         """Enqueue the kernel on the current stream."""
-        self.kernel[self.grid](
-            **self.arguments, **self.constants, num_warps=self.warps, num_stages=self.stages
-        )
+        self.kernel[self.grid](**self.arguments, **self.constants, num_warps=self.warps, num_stages=self.stages)
 
 
 def widened(dtype: torch.dtype) -> bool:

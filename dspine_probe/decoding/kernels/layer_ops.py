@@ -48,11 +48,7 @@ class HalfRotary:
 
 
 def rotate_and_store(
-    qkv: Float[Tensor, "row fused"],
-    heads: Heads,
-    rotary: HalfRotary,
-    starts: Int[Tensor, "batch"],
-    cache: LayerCache,
+    qkv: Float[Tensor, "row fused"], heads: Heads, rotary: HalfRotary, starts: Int[Tensor, "batch"], cache: LayerCache
 ) -> Float[Tensor, "row head d_head"]:
     """The rotated queries; keys and values go into `cache`, from a product without query heads (queries = 0) too.
 
@@ -76,11 +72,7 @@ def silu_mul(gate_up: Float[Tensor, "row two_inner"]) -> Float[Tensor, "row inne
 
 
 def rotate_and_store_reference(
-    qkv: Float[Tensor, "row fused"],
-    heads: Heads,
-    rotary: HalfRotary,
-    starts: Int[Tensor, "batch"],
-    cache: LayerCache,
+    qkv: Float[Tensor, "row fused"], heads: Heads, rotary: HalfRotary, starts: Int[Tensor, "batch"], cache: LayerCache
 ) -> Float[Tensor, "row head d_head"]:
     """`rotate_and_store` in torch."""
     batch, slots = len(starts), len(qkv) // len(starts)
@@ -103,11 +95,7 @@ def rotate_and_store_reference(
 
 
 def plan_rotate(
-    qkv: Float[Tensor, "row fused"],
-    heads: Heads,
-    rotary: HalfRotary,
-    starts: Int[Tensor, "batch"],
-    cache: LayerCache,
+    qkv: Float[Tensor, "row fused"], heads: Heads, rotary: HalfRotary, starts: Int[Tensor, "batch"], cache: LayerCache
 ) -> tuple[Launch, Float[Tensor, "row head d_head"]]:
     """The launch and the queries' buffer."""
     rows = len(qkv)

@@ -19,22 +19,10 @@ from torch import Tensor
 
 from dspine_probe.decoding.offline import Rounds
 from dspine_probe.errors import UsageError
-from dspine_probe.experiments.common.intervals import (
-    RESAMPLES,
-    Estimate,
-    estimate,
-    ratio_samples,
-    set_weights,
-)
+from dspine_probe.experiments.common.intervals import RESAMPLES, Estimate, estimate, ratio_samples, set_weights
 from dspine_probe.experiments.common.schema import MEAN
 
-AL, PER_REQUEST, STOPS, CONDITIONAL, SURVIVAL = (
-    "al",
-    "al_per_request",
-    "stop_share",
-    "conditional",
-    "survival",
-)
+AL, PER_REQUEST, STOPS, CONDITIONAL, SURVIVAL = ("al", "al_per_request", "stop_share", "conditional", "survival")
 METRICS = (AL, PER_REQUEST, STOPS, CONDITIONAL, SURVIVAL)
 """Pooled AL, its mean over requests, rounds that reach a stop token; and, by slot, conditional acceptance, survival."""
 
@@ -58,9 +46,7 @@ class RequestCounts:
     passed: tuple[int, ...]
 
 
-def count_rounds(
-    draft: str, set: str, id: str, rounds: Rounds, *, stopped: bool, slots: int
-) -> RequestCounts:
+def count_rounds(draft: str, set: str, id: str, rounds: Rounds, *, stopped: bool, slots: int) -> RequestCounts:
     """Counts of one answer's rounds; `slots` is T, the number of drafted tokens a round."""
     each = list(zip(rounds.accepted, rounds.left, strict=True))
     return RequestCounts(

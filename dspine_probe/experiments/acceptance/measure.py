@@ -110,21 +110,15 @@ def evaluate(
             by_draft = ((name, [states[i] for i in part]) for name in drafts)
         for name, rows in by_draft:
             slots = drafts[name].config.num_slots
-            for i, rounds in zip(
-                part, simulate_rounds(drafts[name], rows, batch_size=batch_size), strict=True
-            ):
+            for i, rounds in zip(part, simulate_rounds(drafts[name], rows, batch_size=batch_size), strict=True):
                 stopped, prompt = answers[i].finish == "stop", prompts[i]
-                found[name, i] = count_rounds(
-                    name, prompt.set, prompt.id, rounds, stopped=stopped, slots=slots
-                )
+                found[name, i] = count_rounds(name, prompt.set, prompt.id, rounds, stopped=stopped, slots=slots)
         done += len(part)
         report(WALKS, done, len(answers))
     requests = tuple(found[name, i] for name in drafts for i in range(len(prompts)))
     config = {"target": target.name, "dtype": str(target.dtype), "max_new_tokens": max_new_tokens}
     records = {name: draft_record(draft) for name, draft in drafts.items()}
-    return AcceptanceResult.of(
-        AcceptanceCounts(requests, seed), config, records, time.perf_counter() - started
-    )
+    return AcceptanceResult.of(AcceptanceCounts(requests, seed), config, records, time.perf_counter() - started)
 
 
 def tapped(
@@ -137,7 +131,4 @@ def tapped(
     for name, draft in drafts.items():
         read = torch.cat([by_tap[tap] for tap in draft.config.target_layer_ids], dim=-1)
         rows = zip(sequences, answers, read, strict=True)
-        yield (
-            name,
-            [TappedAnswer(tokens, len(a.prompt_ids), row[: len(tokens)]) for tokens, a, row in rows],
-        )
+        yield (name, [TappedAnswer(tokens, len(a.prompt_ids), row[: len(tokens)]) for tokens, a, row in rows])

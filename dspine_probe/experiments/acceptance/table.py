@@ -14,13 +14,7 @@ from typing import Any, Self
 import pandas as pd
 
 from dspine_probe.config import DFLASH, DSPINE
-from dspine_probe.experiments.acceptance.counts import (
-    CONDITIONAL,
-    METRICS,
-    SURVIVAL,
-    AcceptanceCounts,
-    RequestCounts,
-)
+from dspine_probe.experiments.acceptance.counts import CONDITIONAL, METRICS, SURVIVAL, AcceptanceCounts, RequestCounts
 from dspine_probe.experiments.common.claims import Claim
 from dspine_probe.experiments.common.rows import RowBuilder
 from dspine_probe.experiments.common.schema import MEAN, Result
@@ -47,9 +41,7 @@ class AcceptanceResult(Result):
                 for metric in METRICS:
                     found, n = counts.estimate(metric, draft, name), len(counts.of(draft, name))
                     by_slot = metric in (CONDITIONAL, SURVIVAL)
-                    parts = (
-                        [(found.at(t), t + 1) for t in range(len(found.value))] if by_slot else [(found, "")]
-                    )
+                    parts = [(found.at(t), t + 1) for t in range(len(found.value))] if by_slot else [(found, "")]
                     for part, slot in parts:
                         rows.add(part, draft=draft, set=name, metric=metric, slot=slot, n=n)
         bootstrap = {"seed": counts.seed, "resamples": counts.resamples}

@@ -38,9 +38,7 @@ def answer_prompts(
         report(ANSWERS, done, len(prompts))
 
     encoded = [encode_prompt(target.encode_chat, prompt) for prompt in prompts]
-    return generate_greedy(
-        target, encoded, max_new_tokens=max_new_tokens, batch_size=batch_size, on_complete=count
-    )
+    return generate_greedy(target, encoded, max_new_tokens=max_new_tokens, batch_size=batch_size, on_complete=count)
 
 
 def read_states(
@@ -66,9 +64,7 @@ def read_states(
 
 def similar_lengths(answers: Sequence[Completion], batch_size: int) -> Iterator[list[int]]:
     """Sequences of similar length together, so that one long prompt does not pad many short ones."""
-    order = sorted(
-        range(len(answers)), key=lambda i: len(answers[i].prompt_ids) + len(answers[i].response_ids)
-    )
+    order = sorted(range(len(answers)), key=lambda i: len(answers[i].prompt_ids) + len(answers[i].response_ids))
     for start in range(0, len(order), batch_size):
         yield order[start : start + batch_size]
 

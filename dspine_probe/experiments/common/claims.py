@@ -56,11 +56,7 @@ PUBLISHED = (
         "DSpine over DFlash at an equal training budget, greedy",
         "4.82 / 3.77 = 1.28 (Qwen3-8B, mean of seven sets)",
     ),
-    Published(
-        "speed",
-        "five injection modules cost little time",
-        "+0.15 ms a step (GPU, operator fusion, CUDA graph)",
-    ),
+    Published("speed", "five injection modules cost little time", "+0.15 ms a step (GPU, operator fusion, CUDA graph)"),
 )
 
 

@@ -89,9 +89,7 @@ def ratio_samples(
     return _weighted(numerator, counts) / _weighted(denominator, counts)
 
 
-def estimate(
-    value: Float[Tensor, "*stat"], samples: Float[Tensor, "resample *stat"], level: float = LEVEL
-) -> Estimate:
+def estimate(value: Float[Tensor, "*stat"], samples: Float[Tensor, "resample *stat"], level: float = LEVEL) -> Estimate:
     """`value` with the percentile interval of its resampled values; undefined resamples are left out."""
     tail = (1 - level) / 2
     ends = torch.tensor([tail, 1 - tail], dtype=samples.dtype)
@@ -180,9 +178,7 @@ def per_set(scores: Scores, draws: Draws, slots: Sequence[int] | None = None) ->
     return _reduced(scores, draws, slots, lambda means: means.nanmean(-1))
 
 
-def _reduced(
-    scores: Scores, draws: Draws, slots: Sequence[int] | None, reduce: Callable[[Tensor], Tensor]
-) -> Estimate:
+def _reduced(scores: Scores, draws: Draws, slots: Sequence[int] | None, reduce: Callable[[Tensor], Tensor]) -> Estimate:
     if slots is not None:
         bad = [slot for slot in slots if not 1 <= slot <= scores.shape[1]]
         if bad or not slots:

@@ -46,8 +46,7 @@ def refuse_other(place: Path, found: Mapping[str, Any], wanted: Mapping[str, Any
     differing = {name: value for name, value in wanted.items() if found.get(name) != value}
     if differing:
         named = (
-            name if _is_hash(value) else f"{name} ({found.get(name)}, not {value})"
-            for name, value in differing.items()
+            name if _is_hash(value) else f"{name} ({found.get(name)}, not {value})" for name, value in differing.items()
         )
         raise UsageError(
             f"{place} was trained with other settings: {', '.join(named)}; choose another folder, or delete this one."

@@ -59,9 +59,7 @@ class Parts:
 
     def __post_init__(self) -> None:
         if len(self.group.unique()) < 2:
-            raise UsageError(
-                "all rows are of one prompt; a probe needs prompts to train on and others to test on."
-            )
+            raise UsageError("all rows are of one prompt; a probe needs prompts to train on and others to test on.")
         seen: set[int] = set()
         for name in ("train", "validation", "test"):
             members = set(self.group[getattr(self, name)].tolist())
@@ -118,13 +116,9 @@ def split_groups(
         UsageError: no groups are given, the shares leave no test part, or there are too few groups for three parts.
     """
     if group is None:
-        raise UsageError(
-            "a probe needs the prompt of every row; give group=, or it would be tested on what it knows."
-        )
+        raise UsageError("a probe needs the prompt of every row; give group=, or it would be tested on what it knows.")
     if min(train_share, validation_share) <= 0 or train_share + validation_share >= 1:
-        raise UsageError(
-            f"shares {train_share} and {validation_share} must be above 0 and leave a test part."
-        )
+        raise UsageError(f"shares {train_share} and {validation_share} must be above 0 and leave a test part.")
     stratum = torch.zeros_like(group) if stratum is None else stratum
     part = torch.full((int(group.max()) + 1,), -1)
     for value in stratum.unique():
@@ -139,12 +133,7 @@ def split_groups(
 
 
 def fit_probe(
-    x: Float[Tensor, "row d"],
-    y: Int[Tensor, "row"],
-    parts: Parts,
-    *,
-    config: ProbeConfig,
-    generator: torch.Generator,
+    x: Float[Tensor, "row d"], y: Int[Tensor, "row"], parts: Parts, *, config: ProbeConfig, generator: torch.Generator
 ) -> Probe:
     """Fit at every penalty on the training part and keep the one that is best on the validation part.
 
@@ -153,15 +142,10 @@ def fit_probe(
         ProbeError: no penalty lets the fit converge.
     """
     if len(set(config.penalties)) < 5:
-        raise UsageError(
-            f"penalties {config.penalties} are too few to choose from; give five or more, log-spaced."
-        )
+        raise UsageError(f"penalties {config.penalties} are too few to choose from; give five or more, log-spaced.")
     rows = parts.train.nonzero()[:, 0]
     rows = rows[torch.randperm(len(rows), generator=generator)[: config.rows]]
-    train, check = (
-        (_array(x[rows]), y[rows].numpy()),
-        (_array(x[parts.validation]), y[parts.validation].numpy()),
-    )
+    train, check = ((_array(x[rows]), y[rows].numpy()), (_array(x[parts.validation]), y[parts.validation].numpy()))
     model = _pipeline(config)
     best: tuple[float, float, Pipeline] | None = None
     failed = 0
@@ -238,9 +222,7 @@ def online_bits(
 
 
 def _pipeline(config: ProbeConfig) -> Pipeline:
-    return make_pipeline(
-        StandardScaler(), LogisticRegression(max_iter=config.max_iterations, warm_start=True)
-    )
+    return make_pipeline(StandardScaler(), LogisticRegression(max_iter=config.max_iterations, warm_start=True))
 
 
 def _fits(model: Pipeline, penalty: float, x: np.ndarray, y: np.ndarray) -> bool:

@@ -44,12 +44,8 @@ def write_record(folder: str | Path, name: str, record: Mapping[str, Any]) -> No
     Raises:
         ProbeError: the folder cannot be written to or the disk is full.
     """
-    text = json.dumps(
-        plain({"versions": versions(), **record}), indent=1, allow_nan=False, ensure_ascii=False
-    )
-    write_atomically(
-        Path(folder) / f"{name}.json", lambda path: path.write_text(text + "\n", encoding="utf-8")
-    )
+    text = json.dumps(plain({"versions": versions(), **record}), indent=1, allow_nan=False, ensure_ascii=False)
+    write_atomically(Path(folder) / f"{name}.json", lambda path: path.write_text(text + "\n", encoding="utf-8"))
 
 
 def read_record(folder: str | Path, name: str) -> dict[str, Any]:

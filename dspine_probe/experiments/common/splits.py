@@ -55,16 +55,11 @@ class Split:
         """Prompts in every part, and test prompts in every set."""
         sizes = {
             name: len(self.group[self.part == part].unique())
-            for name, part in (
-                ("train_prompts", _TRAIN),
-                ("validation_prompts", _VALIDATION),
-                ("test_prompts", _TEST),
-            )
+            for name, part in (("train_prompts", _TRAIN), ("validation_prompts", _VALIDATION), ("test_prompts", _TEST))
         }
         tested = self.part == _TEST
         sets = {
-            name: len(self.group[tested & (self.set == index)].unique())
-            for index, name in enumerate(self.set_names)
+            name: len(self.group[tested & (self.set == index)].unique()) for index, name in enumerate(self.set_names)
         }
         return sizes | {"test_prompts_by_set": sets}
 
@@ -112,9 +107,7 @@ def split_prompts(
     used = torch.zeros(len(sequences), dtype=torch.bool)
     used[list(usable)] = True
     part = torch.where(used, part_of_group[group], _UNUSED)
-    set_index = torch.tensor(
-        [set_names.index(set_of_group.get(int(g), of_set[i])) for i, g in enumerate(group)]
-    )
+    set_index = torch.tensor([set_names.index(set_of_group.get(int(g), of_set[i])) for i, g in enumerate(group)])
     return Split(part, group, set_index, set_names)
 
 
@@ -129,9 +122,7 @@ def _parts(
     count: int, name: str, train_share: float, validation_share: float, generator: torch.Generator
 ) -> Int[Tensor, "group"]:
     if count < 3:
-        raise UsageError(
-            f"the set {name!r} has {count} prompts with a response long enough; three are the least."
-        )
+        raise UsageError(f"the set {name!r} has {count} prompts with a response long enough; three are the least.")
     train, validation, _ = part_sizes(count, train_share, validation_share)
     ordered = torch.full((count,), _TEST)
     ordered[:train] = _TRAIN

@@ -40,9 +40,7 @@ class CorruptionConfig:
             raise UsageError(f"kinds are {list(self.kinds)}; give {RANK_2!r} and any of {list(KINDS[1:])}.")
         extra = [kind for kind in self.message_kinds if kind not in self.kinds]
         if extra:
-            raise UsageError(
-                f"message_kinds has {extra}, but kinds are {list(self.kinds)}; add them there too."
-            )
+            raise UsageError(f"message_kinds has {extra}, but kinds are {list(self.kinds)}; add them there too.")
         if list(self.earlier) != sorted(set(self.earlier)) or min(self.earlier, default=0) < 2:
             raise UsageError(
                 f"earlier distances are {list(self.earlier)}; give one or more from 2 up, each once and ascending."

@@ -152,11 +152,7 @@ def _decoded(arena: Arena, most: int | None) -> list[int]:
 
 
 def _replacements(
-    target: Target,
-    arena: Arena,
-    mask_token: int,
-    counts: Int[Tensor, "vocab"] | None,
-    config: CorruptionConfig,
+    target: Target, arena: Arena, mask_token: int, counts: Int[Tensor, "vocab"] | None, config: CorruptionConfig
 ) -> Replacements:
     bands = None
     if FREQUENCY in config.kinds:
@@ -165,9 +161,7 @@ def _replacements(
         bands = FrequencyBands.of(counts)
     generator = derive_generator(config.seed, "frequency")
     found = [
-        replacement_tokens(
-            target, answer, config.kinds, mask_token=mask_token, bands=bands, generator=generator
-        )
+        replacement_tokens(target, answer, config.kinds, mask_token=mask_token, bands=bands, generator=generator)
         for answer in arena.answers
     ]
     return {kind: [one[kind] for one in found] for kind in config.kinds}
@@ -225,12 +219,7 @@ def _measure(
 
 
 def _decode(
-    name: str,
-    draft: Draft,
-    arena: Arena,
-    decoded: Sequence[int],
-    replacements: Replacements,
-    tick: Ticker,
+    name: str, draft: Draft, arena: Arena, decoded: Sequence[int], replacements: Replacements, tick: Ticker
 ) -> dict[str, Int[Tensor, "answer"]]:
     """Rounds that the answers `decoded` take with true anchors and with a rank-2 token shown as every anchor."""
     answers, rounds = [arena.answers[i] for i in decoded], {}
@@ -263,9 +252,7 @@ def _common_mask(drafts: Mapping[str, Draft], fine_tuned: Mapping[str, Draft], a
             )
     masks = {draft.config.mask_token_id for draft in (*drafts.values(), *fine_tuned.values())}
     if len(masks) > 1:
-        raise UsageError(
-            f"the drafts have different mask tokens {sorted(masks)}; compare drafts that share one."
-        )
+        raise UsageError(f"the drafts have different mask tokens {sorted(masks)}; compare drafts that share one.")
     return masks.pop()
 
 

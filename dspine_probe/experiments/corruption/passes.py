@@ -40,9 +40,7 @@ class CorruptionRunner:
         self.gold = self.tokens[:, 1:]
         self.anchors = group.anchors.to(self.device)[:, None]
         reruns = group.reruns
-        self.edited = self.draft.encode_context(
-            reruns.taps[:, None].to(weight), start=reruns.positions.to(self.device)
-        )
+        self.edited = self.draft.encode_context(reruns.taps[:, None].to(weight), start=reruns.positions.to(self.device))
 
     # ---- passes
 
@@ -82,9 +80,7 @@ class CorruptionRunner:
     def rerun_rows(self, kind: str, distance: Distance, *, whole: bool) -> Rows:
         """Rows of the edited text: that of the edited token, or all from it to the anchor."""
         block, position, row = (part.to(self.device) for part in self.group.rows(kind, distance, whole=whole))
-        keys, values = (
-            tuple(part[row] for part in parts) for parts in (self.edited.keys, self.edited.values)
-        )
+        keys, values = (tuple(part[row] for part in parts) for parts in (self.edited.keys, self.edited.values))
         return block, position, Context(keys, values)
 
     def own_rows(self, kind: str, distance: Distance, *, whole: bool) -> Rows:
@@ -147,9 +143,7 @@ def _write(context: Context, block: Tensor, position: Tensor, rows: Context) -> 
         old[block, position] = new[:, 0]
 
 
-def as_long_as(
-    change: Float[Tensor, "*place size"], generator: torch.Generator
-) -> Float[Tensor, "*place size"]:
+def as_long_as(change: Float[Tensor, "*place size"], generator: torch.Generator) -> Float[Tensor, "*place size"]:
     """Random directions with the lengths of `change`."""
     noise = F.normalize(torch.randn(change.shape, generator=generator), dim=-1)
     return noise.to(change) * change.norm(dim=-1, keepdim=True)
@@ -184,9 +178,7 @@ def send(draft: Draft, messages: Float[Tensor, "block draft_slot rank"]) -> Hook
 def _receive(draft: Draft, code: Tensor, slots: int | slice) -> list[Any]:
     """Hooks after which draft slots receive `code` in every layer."""
     seams = [name for name in draft.code_seams if not name.startswith(draft.late_seams)]
-    return [
-        (f"blocks.{layer}.{name}", _put(code, slots)) for layer in range(len(draft.blocks)) for name in seams
-    ]
+    return [(f"blocks.{layer}.{name}", _put(code, slots)) for layer in range(len(draft.blocks)) for name in seams]
 
 
 def _put(value: Tensor, slots: int | slice) -> Any:

@@ -42,11 +42,7 @@ class CorruptionProtocol(ABC):
     """One protocol on one runner; what it measures goes into `sheets`. Without `noise` random vectors are left out."""
 
     def __init__(
-        self,
-        runner: CorruptionRunner,
-        config: CorruptionConfig,
-        sheets: Sheets,
-        noise: torch.Generator | None = None,
+        self, runner: CorruptionRunner, config: CorruptionConfig, sheets: Sheets, noise: torch.Generator | None = None
     ) -> None:
         self.runner, self.group, self.config = runner, runner.group, config
         self.sheets, self.noise = sheets, noise
@@ -106,12 +102,7 @@ class AnchorProtocol(CorruptionProtocol):
                 yield distance, True
 
     def _enter(
-        self,
-        distance: Distance,
-        edit: str,
-        kind: str,
-        hidden: Tensor,
-        choices: Int[Tensor, "block"] | None = None,
+        self, distance: Distance, edit: str, kind: str, hidden: Tensor, choices: Int[Tensor, "block"] | None = None
     ) -> None:
         """The target's `choices` follow the anchor, so they are about slot 1."""
         wanted = torch.full_like(self.runner.gold, UNKNOWN)

@@ -61,9 +61,7 @@ class FrequencyBands:
         ranked = counts.sort(descending=True, stable=True)
         seen = int((counts > 0).sum())
         if seen < 2:
-            raise UsageError(
-                f"{seen} tokens have a count; matching by frequency needs counts of two or more."
-            )
+            raise UsageError(f"{seen} tokens have a count; matching by frequency needs counts of two or more.")
         ends = ranked.values[:seen].cumsum(0)
         cuts = torch.searchsorted(ends, ends[-1] * torch.arange(1, _BANDS + 1) / _BANDS)
         last: list[int] = []
@@ -140,9 +138,7 @@ def replacement_tokens(
             replaced = _second_choices(target, answer)
         elif kind == FREQUENCY:
             if bands is None:
-                raise UsageError(
-                    "the kind 'frequency' needs counts of tokens; pass `counts` or leave it out."
-                )
+                raise UsageError("the kind 'frequency' needs counts of tokens; pass `counts` or leave it out.")
             replaced = bands.draw(own, generator)
         else:
             replaced = torch.full_like(own, mask_token if kind == MASK else NOTHING)

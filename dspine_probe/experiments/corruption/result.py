@@ -17,15 +17,7 @@ from dspine_probe.experiments.common.schema import MINUS, Result
 from dspine_probe.experiments.common.wording import number, percent, points
 from dspine_probe.experiments.corruption.protocols import CLEAN, NOISE, RERUN, ROW, UNEDITED, A, B, C
 from dspine_probe.experiments.corruption.replacements import MASK, RANK_2
-from dspine_probe.experiments.corruption.table import (
-    ALL,
-    CHANGES,
-    DECODE,
-    FACTORS,
-    PREDECESSOR,
-    STAYS,
-    TUNED,
-)
+from dspine_probe.experiments.corruption.table import ALL, CHANGES, DECODE, FACTORS, PREDECESSOR, STAYS, TUNED
 
 COMMAND = "dspine-probe probe corruption"
 PAPER_POINTS = -31.8
@@ -59,9 +51,7 @@ class CorruptionResult(Result):
 
     def cost(self, draft: str, protocol: str = A, **wanted: str) -> pd.DataFrame:
         """Of the headline, the change in accuracy after a rank-2 token, by default in the predecessor's place."""
-        return self.headline(
-            draft, protocol, metric="change", **({"kind": RANK_2, "site": PREDECESSOR} | wanted)
-        )
+        return self.headline(draft, protocol, metric="change", **({"kind": RANK_2, "site": PREDECESSOR} | wanted))
 
     def measured(self, protocol: str) -> list[str]:
         """Drafts on which a protocol was run."""
@@ -80,9 +70,7 @@ class CorruptionResult(Result):
         """What the table says, for or against the claim, in sentences computed from it."""
         said = [sentence for draft in self.drafts for sentence in self._findings_on(draft)]
         for protocol in (A, B, C):
-            outcome = [
-                f"{draft}: {_VERDICTS[self.holds(draft, protocol)]}" for draft in self.measured(protocol)
-            ]
+            outcome = [f"{draft}: {_VERDICTS[self.holds(draft, protocol)]}" for draft in self.measured(protocol)]
             if outcome:
                 said.append(
                     f"A wrong predecessor costs more than any earlier wrong token, protocol {protocol}: "
@@ -133,9 +121,7 @@ class CorruptionResult(Result):
     def _labels_finding(self, draft: str) -> Iterator[str]:
         """Dependence or fragility: what becomes of the tokens on which the target itself would now write another."""
         moved = self.headline(draft, A, kind=RANK_2, metric="moved").drop_duplicates("site").set_index("site")
-        followed = self.headline(
-            draft, A, site=PREDECESSOR, kind=RANK_2, subset=CHANGES, metric="followed_change"
-        )
+        followed = self.headline(draft, A, site=PREDECESSOR, kind=RANK_2, subset=CHANGES, metric="followed_change")
         stays = self.cost(draft, subset=STAYS)
         if not (len(followed) and len(stays)):
             return

@@ -36,10 +36,7 @@ class Judge:
     """Clean scores of some slots, with which corrupted ones are compared."""
 
     def __init__(
-        self,
-        draft: Draft,
-        clean: Float[Tensor, "block draft_slot draft_vocab"],
-        gold: Int[Tensor, "block draft_slot"],
+        self, draft: Draft, clean: Float[Tensor, "block draft_slot draft_vocab"], gold: Int[Tensor, "block draft_slot"]
     ) -> None:
         self.draft, self.gold = draft, gold
         self.index = draft.to_index(gold)
@@ -75,11 +72,7 @@ class Sheets(dict[Cell, Fields]):
         self.shape = (len(FIELDS), blocks, slots)
 
     def put(
-        self,
-        key: Cell,
-        fields: Fields,
-        slots: slice = slice(None),
-        measurable: Bool[Tensor, "block"] | None = None,
+        self, key: Cell, fields: Fields, slots: slice = slice(None), measurable: Bool[Tensor, "block"] | None = None
     ) -> None:
         """Enter the columns `slots` (0 is slot 1), for the blocks in which this could be measured."""
         if measurable is not None:

@@ -60,12 +60,7 @@ def metrics(fields: Fields) -> dict[tuple[str, str], Scores]:
         "followed": of["follow"],
         "followed_change": of["follow"] - of["clean_follow"],
     }
-    inside = {
-        ALL: of["hit"] >= 0,
-        CORRECT: of["clean_hit"] == 1,
-        CHANGES: of["moved"] == 1,
-        STAYS: of["moved"] == 0,
-    }
+    inside = {ALL: of["hit"] >= 0, CORRECT: of["clean_hit"] == 1, CHANGES: of["moved"] == 1, STAYS: of["moved"] == 0}
     return {
         (subset, name): every[name].masked_fill(~inside[subset], NAN)
         for subset, names in _IN_SUBSET.items()
@@ -103,11 +98,7 @@ class CorruptionTable:
 
     def condition(self, draft: str, key: Cell, fields: Fields) -> None:
         """All metrics and subsets of a condition: slot by slot, and in protocols B and C over several slots."""
-        spans = (
-            ()
-            if key.protocol == A
-            else dict.fromkeys([range(2, self.slots + 1), self.headline[key.protocol]])
-        )
+        spans = () if key.protocol == A else dict.fromkeys([range(2, self.slots + 1), self.headline[key.protocol]])
         for (subset, metric), scores in metrics(fields).items():
             by_slot = per_slot(scores, self.draws)
             for slot in range(1, self.slots + 1):
@@ -143,9 +134,7 @@ class CorruptionTable:
             decoded: which answers of the arena were decoded. rounds: by kind of anchors, how many each of them took.
         """
         sets = [arena.sets[i] for i in decoded]
-        committed = torch.tensor(
-            [len(arena.answers[i]) - 1 - arena.answers[i].prompt_length for i in decoded]
-        )
+        committed = torch.tensor([len(arena.answers[i]) - 1 - arena.answers[i].prompt_length for i in decoded])
         weights = set_weights(sets, seed=self.config.seed, resamples=self.config.resamples)
 
         def samples(needed: Tensor) -> Float[Tensor, "one_and_resample"]:
@@ -178,12 +167,8 @@ class CorruptionTable:
         if n := int((~_of(scores, slots).isnan()).sum()):
             self._add(draft, key, subset, metric, found, slots, n)
 
-    def _add(
-        self, draft: str, key: Cell, subset: str, metric: str, found: Estimate, slots: range, n: int
-    ) -> None:
-        self.rows.add(
-            found, draft=draft, metric=metric, slot=slot_text(slots), n=n, subset=subset, **key._asdict()
-        )
+    def _add(self, draft: str, key: Cell, subset: str, metric: str, found: Estimate, slots: range, n: int) -> None:
+        self.rows.add(found, draft=draft, metric=metric, slot=slot_text(slots), n=n, subset=subset, **key._asdict())
 
 
 def slot_text(slots: range) -> str:

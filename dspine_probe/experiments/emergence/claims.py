@@ -57,10 +57,7 @@ def _here(result: Result, draft: str) -> str:
 
 def _controls(result: Result, draft: str) -> Iterator[tuple[str, str, bool | None]]:
     """Where there is nothing to find the fall must be smaller; cutting attention only says where it comes from."""
-    for control, name in (
-        (UNTRAINED, "an untrained draft shows less"),
-        (SHUFFLED, "shuffled labels show less"),
-    ):
+    for control, name in ((UNTRAINED, "an untrained draft shows less"), (SHUFFLED, "shuffled labels show less")):
         alone = shallow(result, "top1_fall", draft, control)
         gap = shallow(result, "top1_fall", draft, f"{TRAINED}{MINUS}{control}")
         if len(gap):

@@ -42,13 +42,7 @@ from dspine_probe.experiments.emergence.readers import (
     train_translator,
     translated,
 )
-from dspine_probe.experiments.emergence.readings import (
-    Hooks,
-    SlotReadings,
-    TargetSequence,
-    Window,
-    read_draft,
-)
+from dspine_probe.experiments.emergence.readings import Hooks, SlotReadings, TargetSequence, Window, read_draft
 from dspine_probe.experiments.emergence.table import LabelRanks
 from dspine_probe.hooks import HookedDraft
 from dspine_probe.precision import Precision
@@ -121,9 +115,7 @@ class DraftStudy:
         """A translator for every depth, trained and tested in this setting."""
         wanted = self._index(readings.labels if labels is None else labels, readings)
         train = self._rows(self.split.train(readings.sequence), self.config.train_rows, "train", readings)
-        check = self._rows(
-            self.split.validation(readings.sequence), self.config.validation_rows, "check", readings
-        )
+        check = self._rows(self.split.validation(readings.sequence), self.config.validation_rows, "check", readings)
         test = self.split.test(readings.sequence)
         found = []
         for depth, states in enumerate(readings.states):
@@ -154,17 +146,13 @@ class DraftStudy:
         """Floors that look at no state: the commonest token, and the commonest at this distance from the anchor."""
         every = torch.arange(len(self.sequences))
         fit = self.split.train(every) | self.split.validation(every)
-        texts = [
-            s.tokens[s.prompt_length :].long() for s, keep in zip(self.sequences, fit, strict=True) if keep
-        ]
+        texts = [s.tokens[s.prompt_length :].long() for s, keep in zip(self.sequences, fit, strict=True) if keep]
         test = self.split.test(readings.sequence)
         anchors, wanted = readings.anchors[test], self.draft.to_index(readings.labels).cpu()[test]
         size = self.draft.head.shape[0]
         for reader, distances in (("unigram", [None]), ("skip-gram", range(1, anchors.shape[1] + 1))):
             columns = [
-                label_ranks(
-                    count_scores(self.draft.to_index, size, texts, anchors[:, (d or 1) - 1], d), wanted
-                )
+                label_ranks(count_scores(self.draft.to_index, size, texts, anchors[:, (d or 1) - 1], d), wanted)
                 for d in distances
             ]
             ranked = torch.stack(columns, dim=1).expand(-1, anchors.shape[1])
@@ -212,9 +200,7 @@ class DraftStudy:
         index = self.draft.to_index(labels.to(readings.states.device))
         return index[:, None].expand(-1, readings.states.shape[2]).contiguous()
 
-    def _rows(
-        self, part: Bool[Tensor, "label"], most: int, purpose: str, readings: SlotReadings
-    ) -> Int[Tensor, "row"]:
+    def _rows(self, part: Bool[Tensor, "label"], most: int, purpose: str, readings: SlotReadings) -> Int[Tensor, "row"]:
         """Up to `most` (label, slot) rows of a part, the same for every depth, setting and draft."""
         slots = readings.states.shape[2]
         rows = part[:, None].expand(-1, slots).flatten().nonzero().squeeze(1)

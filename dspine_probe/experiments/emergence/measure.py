@@ -69,9 +69,7 @@ def emergence(
     slots = _common_slots(drafts)
     precision = precision or Precision.resolve(device=next(iter(drafts.values())).fc.weight.device)
     started = time.perf_counter()
-    windows = choose_windows(
-        sequences, slots, config.labels_per_prompt, derive_generator(config.seed, "windows")
-    )
+    windows = choose_windows(sequences, slots, config.labels_per_prompt, derive_generator(config.seed, "windows"))
     split = split_prompts(
         sequences,
         usable=[window.sequence for window in windows],
@@ -99,9 +97,7 @@ def emergence(
 def _common_slots(drafts: Mapping[str, Draft]) -> int:
     widths = {name: draft.config.block_size for name, draft in drafts.items()}
     if len(set(widths.values())) != 1:
-        raise UsageError(
-            f"drafts to compare need one block size and have {widths}; give one or more of one size."
-        )
+        raise UsageError(f"drafts to compare need one block size and have {widths}; give one or more of one size.")
     return next(iter(drafts.values())).config.num_slots
 
 

@@ -104,9 +104,7 @@ def train_translator(
 
 
 @torch.no_grad()
-def ranks(
-    score: Score, states: Float[Tensor, "*row d_model"], labels: Int[Tensor, "*row"]
-) -> Int[Tensor, "*row"]:
+def ranks(score: Score, states: Float[Tensor, "*row d_model"], labels: Int[Tensor, "*row"]) -> Int[Tensor, "*row"]:
     """Place of the label in the reader's ranking, 0 being first; a label of −1 comes last.
 
     Raises:
@@ -114,9 +112,7 @@ def ranks(
     """
     found = [
         label_ranks(score(rows), wanted)
-        for rows, wanted in zip(
-            states.flatten(0, -2).split(_ROWS), labels.flatten().split(_ROWS), strict=True
-        )
+        for rows, wanted in zip(states.flatten(0, -2).split(_ROWS), labels.flatten().split(_ROWS), strict=True)
     ]
     return torch.cat(found).view(labels.shape)
 
@@ -126,9 +122,7 @@ def label_ranks(scores: Float[Tensor, "row draft_vocab"], labels: Int[Tensor, "r
     own = scores.gather(1, labels.clamp(min=0)[:, None])
     # A comparison with NaN is false, so a diverged reader would score every label first. amax passes NaN on.
     if not (scores.amax(dim=-1).isfinite().all() and own.isfinite().all()):
-        raise ProbeError(
-            "a reader gave scores that are not finite; the draft or its translator has diverged."
-        )
+        raise ProbeError("a reader gave scores that are not finite; the draft or its translator has diverged.")
     higher = (scores > own).float().sum(-1).long()
     return torch.where(labels < 0, scores.shape[1], higher)
 
@@ -175,9 +169,7 @@ def _loss(read: Score, states: Tensor, labels: Tensor, precision: Precision) -> 
     return total / max(1, len(labels))
 
 
-def _cross_entropy(
-    read: Score, states: Tensor, labels: Tensor, reduction: str, precision: Precision
-) -> Tensor:
+def _cross_entropy(read: Score, states: Tensor, labels: Tensor, reduction: str, precision: Precision) -> Tensor:
     with precision.autocast(states.device):
         scores = read(states)
     return functional.cross_entropy(scores.float(), labels, reduction=reduction)

@@ -54,9 +54,7 @@ class EmergenceResult(Result):
 
     NAME, FACTORS = "emergence", ("setting", "reader")
 
-    def grid(
-        self, draft: str, setting: str = TRAINED, reader: str = TRANSLATOR, metric: str = "top1"
-    ) -> pd.DataFrame:
+    def grid(self, draft: str, setting: str = TRAINED, reader: str = TRANSLATOR, metric: str = "top1") -> pd.DataFrame:
         """Means of one metric with depths as rows and slots as columns; empty when it was not measured."""
         rows = self.select(draft=draft, setting=setting, reader=reader, metric=metric)
         return rows.assign(slot=rows["slot"].astype(int)).pivot(index="depth", columns="slot", values="mean")
@@ -101,9 +99,7 @@ class _Bootstrap:
         self.set_of = torch.stack([split.set[tested][split.group[tested] == g][0] for g in self.groups])
         sizes = {int(s): int((self.set_of == s).sum()) for s in self.set_of.unique()}
         self.counts = {
-            index: draw_counts(
-                size, generator=derive_generator(seed, "bootstrap", index), resamples=resamples
-            )
+            index: draw_counts(size, generator=derive_generator(seed, "bootstrap", index), resamples=resamples)
             for index, size in sizes.items()
         }
         self.has_intervals = min(sizes.values()) > 1
@@ -125,9 +121,7 @@ class _Bootstrap:
         if not self.has_intervals:
             samples.fill_(math.nan)
         value = torch.stack(once).nanmean(0)
-        return _Sampled(
-            item.draft, item.setting, item.reader, item.first_depth, value, samples, int(item.rows.sum())
-        )
+        return _Sampled(item.draft, item.setting, item.reader, item.first_depth, value, samples, int(item.rows.sum()))
 
 
 @dataclass(frozen=True)
@@ -218,8 +212,7 @@ def _findings(result: EmergenceResult, draft: str) -> Iterator[str]:
     first, last = after.iloc[0], after.iloc[-1]
     gap = f"slot {first['slot']} − slot {last['slot']}"
     each = "; ".join(
-        f"depth {fall['depth']}: {gap} = {points(fall)}, trend {number(trend, signed=True)}"
-        for fall, trend in pairs
+        f"depth {fall['depth']}: {gap} = {points(fall)}, trend {number(trend, signed=True)}" for fall, trend in pairs
     )
     yield f"{draft}: with matched labels, readability falls with the slot at {where} (depths 1…{deepest}); {each}."
     yield (

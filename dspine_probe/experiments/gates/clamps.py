@@ -96,9 +96,7 @@ def clamped_scores(
         done += int(batch.real.sum())
         report("clamps", done, len(arena.prompt))
     names = [field.name for field in fields(ClampScores)]
-    return [
-        ClampScores(*(torch.cat([getattr(s, name) for s in scores]) for name in names)) for scores in parts
-    ]
+    return [ClampScores(*(torch.cat([getattr(s, name) for s in scores]) for name in names)) for scores in parts]
 
 
 def clamped_rounds(
@@ -120,9 +118,7 @@ def clamped_rounds(
             rounds = simulate_rounds(hooked.draft, [arena.answers[i] for i in chosen])
         for i, one in zip(chosen, rounds, strict=True):
             answer = arena.answers[i].id
-            counts.append(
-                count_rounds(str(number), arena.sets[i], answer, one, stopped=False, slots=arena.slots)
-            )
+            counts.append(count_rounds(str(number), arena.sets[i], answer, one, stopped=False, slots=arena.slots))
         report("walks", number + 1, len(held))
     return AcceptanceCounts(tuple(counts), seed=seed, resamples=resamples)
 

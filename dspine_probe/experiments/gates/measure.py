@@ -119,9 +119,7 @@ def run(request: Request, config: GatesConfig) -> GatesResult:
         raise NothingToMeasure(f"the draft {without[0]!r} has no gates; name drafts of the kind dspine.")
     assert request.target.tokenizer is not None
     drafts = cast("Mapping[str, DSpine]", request.drafts)
-    return gates(
-        drafts, request.arena, request.target.tokenizer, config=config, on_progress=request.on_progress
-    )
+    return gates(drafts, request.arena, request.target.tokenizer, config=config, on_progress=request.on_progress)
 
 
 def _refuse_misfit(name: str, draft: DSpine, arena: Arena) -> None:

@@ -109,9 +109,7 @@ def outcome(draft: DSpine, batch: Batch, context: Context) -> Outcome:
     right = draft.to_tokens(logits.argmax(-1)) == labels
     walked = draft.transition_cache(states, batch.anchor_tokens).walk_greedy()
     real = batch.real.flatten()
-    return Outcome(
-        right[real].float().cpu(), _label_log_prob(draft, logits, labels)[real].cpu(), walked[real].cpu()
-    )
+    return Outcome(right[real].float().cpu(), _label_log_prob(draft, logits, labels)[real].cpu(), walked[real].cpu())
 
 
 def _read_batch(hooked: HookedDraft, draft: DSpine, batch: Batch, context: Context) -> GateReadings:

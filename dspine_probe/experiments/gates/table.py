@@ -69,9 +69,7 @@ class GatesResult(Result):
         change = self.select(draft=draft, metric="top1 walked change", place=ALL, slot="")
         for _, row in change.iterrows():
             text = f"{draft}: all gates {HELD[row['group']]}: top-1 of the greedy walk {points(row)}"
-            for _, al in self.select(
-                draft=draft, metric="al ratio", place=ALL, group=row["group"]
-            ).iterrows():
+            for _, al in self.select(draft=draft, metric="al ratio", place=ALL, group=row["group"]).iterrows():
                 text += f", acceptance length × {number(al, 3)}"
             yield text + "."
 
@@ -90,11 +88,7 @@ class GatesTable:
         groups |= {"predecessor wrong": found.predecessor_right == 0}
         for index, channels in enumerate(found.gates):
             gate, place = channels.mean(-1), str(index + 1)
-            for metric, scores in (
-                ("gate", gate),
-                ("written", found.written[index]),
-                ("gain", found.gain[index]),
-            ):
+            for metric, scores in (("gate", gate), ("written", found.written[index]), ("gain", found.gain[index])):
                 self._add_slots(draft, metric, place, EVERY, scores)
             for metric, share in (("gate shut", channels < SHUT), ("gate open", channels > OPEN)):
                 self._add(draft, metric, place, EVERY, share.float().mean(-1))
@@ -124,11 +118,7 @@ class GatesTable:
     def add_clamps(self, draft: str, held: Sequence[Clamp], found: Sequence[ClampScores]) -> None:
         """Accuracy and log-probability under every clamp, and their difference from the untouched draft, the first."""
         for clamp, scores in zip(held, found, strict=True):
-            for metric, field in (
-                ("top1", "right"),
-                ("top1 walked", "right_walked"),
-                ("log prob", "log_prob"),
-            ):
+            for metric, field in (("top1", "right"), ("top1 walked", "right_walked"), ("log prob", "log_prob")):
                 here = getattr(scores, field)
                 self._add_slots(draft, metric, clamp.place, clamp.value, here)
                 if clamp.value != UNTOUCHED:
@@ -157,20 +147,14 @@ class GatesTable:
                 found = estimate(values[0, slot], values[1:, slot])
                 self._row(draft, metric, place, group, found, n, str(slot + 1))
 
-    def _add(
-        self, draft: str, metric: str, place: str, group: str, scores: Scores, means: Means | None = None
-    ) -> None:
+    def _add(self, draft: str, metric: str, place: str, group: str, scores: Scores, means: Means | None = None) -> None:
         means = self.draws.means(scores) if means is None else means
         values = means.nanmean(-1).nanmean(-1)
         self._row(draft, metric, place, group, estimate(values[0], values[1:]), int((~scores.isnan()).sum()))
 
-    def _row(
-        self, draft: str, metric: str, place: str, group: str, found: Estimate, n: int, slot: str = ""
-    ) -> None:
+    def _row(self, draft: str, metric: str, place: str, group: str, found: Estimate, n: int, slot: str = "") -> None:
         depth = int(place) if place.isdigit() else None
-        self.rows.add(
-            found, draft=draft, metric=metric, depth=depth, slot=slot, n=n, place=place, group=group
-        )
+        self.rows.add(found, draft=draft, metric=metric, depth=depth, slot=slot, n=n, place=place, group=group)
 
 
 def correlation(x: Scores, y: Scores, draws: Draws) -> Means:

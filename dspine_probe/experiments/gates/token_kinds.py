@@ -11,16 +11,7 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-KINDS = (
-    "word start",
-    "word continuation",
-    "digit",
-    "white space",
-    "punctuation",
-    "code symbol",
-    "special",
-    "other",
-)
+KINDS = ("word start", "word continuation", "digit", "white space", "punctuation", "code symbol", "special", "other")
 _PUNCTUATION = frozenset(".,;:!?'\"()-–—…‘’“”")
 _CODE = frozenset("{}[]<>=+*/\\%&|^~_@#$`")
 _SPACE_MARK = "▁"  # how SentencePiece spells a leading space, which its decoder drops

@@ -95,9 +95,7 @@ def contrasted(layers: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shallow and late depths to contrast: (1, 2) and (L − 1, L), or one each in a draft of two or three layers."""
     width = min(2, layers // 2)
     if width < 1:
-        raise UsageError(
-            "a draft of one layer has no shallow and late depth to compare; give two or more layers."
-        )
+        raise UsageError("a draft of one layer has no shallow and late depth to compare; give two or more layers.")
     return tuple(range(1, width + 1)), tuple(range(layers - width + 1, layers + 1))
 
 
@@ -171,11 +169,7 @@ class ArmModule(nn.Module):
         return BlockPass.of(self.own, shared.batch, depth=self.arm.depths(len(self.own.blocks))[0])
 
     def forward(
-        self,
-        blocks: BlockPass,
-        sites: Sites,
-        predecessors: Int[Tensor, "site"],
-        codes: Float[Tensor, "site rank"],
+        self, blocks: BlockPass, sites: Sites, predecessors: Int[Tensor, "site"], codes: Float[Tensor, "site rank"]
     ) -> Float[Tensor, "site draft_vocab"]:
         """Scores at the sites when they are given `predecessors`, whose codes are `codes`."""
         if self.markov is not None:

@@ -22,14 +22,10 @@ class InjectionOptions:
     injectors: Path | None = option(
         None, "Folder with one folder of injectors a draft, by name; default: the shipped ones."
     )
-    features: tuple[Path, ...] = option(
-        (), "A folder made by `features`: train what is missing on it; repeatable."
-    )
+    features: tuple[Path, ...] = option((), "A folder made by `features`: train what is missing on it; repeatable.")
     blocks: int = option(15_360, "Blocks that each injector is trained on.", min=1)
     group: tuple[str, ...] = option((), "Train only this group of arms; repeat for more. [default: all]")
-    rate: tuple[float, ...] = option(
-        (), "Peak learning rate; repeat to choose one for each arm by short runs."
-    )
+    rate: tuple[float, ...] = option((), "Peak learning rate; repeat to choose one for each arm by short runs.")
     fast: bool = option(False, "Only the injector of each depth, true and wrong codes.")
     seed: int = 0
 
@@ -53,10 +49,7 @@ def run(request: Request, options: InjectionOptions) -> InjectionDepthResult:
                 precision=request.precision,
                 on_progress=request.on_progress,
             )
-    sets = {
-        name: InjectorSet.load(folder, request.drafts[name], request.target)
-        for name, folder in folders.items()
-    }
+    sets = {name: InjectorSet.load(folder, request.drafts[name], request.target) for name, folder in folders.items()}
     config = InjectionConfig(fast=options.fast, seed=options.seed)
     return injection_depth(
         {name: request.drafts[name] for name in sets},

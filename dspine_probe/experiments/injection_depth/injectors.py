@@ -51,9 +51,7 @@ class Codes:
         """Length r of a code."""
         return self.transfer.shape[1]
 
-    def message(
-        self, kind: str, tokens: Int[Tensor, "site"], generator: torch.Generator
-    ) -> Float[Tensor, "site rank"]:
+    def message(self, kind: str, tokens: Int[Tensor, "site"], generator: torch.Generator) -> Float[Tensor, "site rank"]:
         """m of every site; `generator` draws the noise."""
         if kind == NOISE:
             drawn = torch.randn(len(tokens), self.rank, generator=generator).to(tokens.device)
@@ -85,9 +83,7 @@ class CodeInjector(nn.Module):
         read = self.readout(h).float()
         feature = (F.normalize(read, dim=-1) * read.shape[-1] ** 0.5).to(h.dtype)
         code = code.to(h.dtype)
-        gate = torch.sigmoid(
-            self.receiver_gate(feature) + self.predecessor_gate(code) + self.bias.to(h.dtype)
-        )
+        gate = torch.sigmoid(self.receiver_gate(feature) + self.predecessor_gate(code) + self.bias.to(h.dtype))
         rms = h.float().square().mean(dim=-1, keepdim=True).sqrt()
         return h + (rms * self.write(gate * self.message(code))).to(h.dtype)
 

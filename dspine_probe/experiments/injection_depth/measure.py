@@ -25,10 +25,7 @@ from dspine_probe.experiments.common.intervals import Draws, Scores
 from dspine_probe.experiments.common.progress import Progress, silent
 from dspine_probe.experiments.common.records import plain
 from dspine_probe.experiments.injection_depth.arms import MARKOV, Arm, ArmModule, build
-from dspine_probe.experiments.injection_depth.blocks import (
-    FIRST_SLOT,
-    refuse_leak,
-)
+from dspine_probe.experiments.injection_depth.blocks import FIRST_SLOT, refuse_leak
 from dspine_probe.experiments.injection_depth.question import Question, SiteScores
 from dspine_probe.experiments.injection_depth.result import InjectionDepthResult
 from dspine_probe.experiments.injection_depth.store import InjectorSet
@@ -212,9 +209,7 @@ def _check(drafts: Mapping[str, Draft], injectors: Mapping[str, InjectorSet], ar
         raise UsageError(f"the drafts have {sorted(depths)} layers; give drafts of one depth.")
     for name, draft in drafts.items():
         if name not in injectors:
-            raise UsageError(
-                f"the draft {name!r} has no injectors; injectors were given for {sorted(injectors)}."
-            )
+            raise UsageError(f"the draft {name!r} has no injectors; injectors were given for {sorted(injectors)}.")
         if draft.config.num_slots != arena.slots:
             raise UsageError(
                 f"the draft {name!r} has {draft.config.num_slots} slots and the arena {arena.slots}; build the arena "

@@ -10,13 +10,7 @@ from torch.nn import functional as F
 from dspine_probe.drafts import Draft
 from dspine_probe.errors import UsageError
 from dspine_probe.experiments.injection_depth.arms import GROUPS, MARKOV, ArmModule
-from dspine_probe.experiments.injection_depth.blocks import (
-    FIRST_SLOT,
-    BlockPass,
-    every_slot,
-    one_slot,
-    refuse_leak,
-)
+from dspine_probe.experiments.injection_depth.blocks import FIRST_SLOT, BlockPass, every_slot, one_slot, refuse_leak
 from dspine_probe.experiments.injection_depth.injectors import Codes
 from dspine_probe.training.anchors import Batch
 from dspine_probe.training.objectives.base import Objective, Progress, StepLoss
@@ -98,9 +92,7 @@ class ArmObjective(Objective):
         scores = self.module(self.module.pass_over(blocks), sites, predecessors, codes).float()
         # Weights begin at slot 1; a slot behind the text has none.
         labels = torch.where(sites.before(batch.weight) > 0, blocks.labels(sites), -1)
-        loss = F.cross_entropy(scores, labels, ignore_index=-1, reduction="sum") / (labels >= 0).sum().clamp(
-            min=1
-        )
+        loss = F.cross_entropy(scores, labels, ignore_index=-1, reduction="sum") / (labels >= 0).sum().clamp(min=1)
         hits, counts = (torch.zeros(width - 1, device=device) for _ in range(2))
         hits.index_add_(0, sites.slots - 1, (scores.argmax(dim=-1) == labels).float())
         counts.index_add_(0, sites.slots - 1, (labels >= 0).float())

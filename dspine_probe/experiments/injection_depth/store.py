@@ -33,9 +33,7 @@ def draft_fingerprint(draft: Draft) -> str:
     digest = hashlib.sha256()
     for name, weight in sorted(draft.named_parameters()):
         digest.update(name.encode())
-        digest.update(
-            weight.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes()
-        )
+        digest.update(weight.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -43,8 +41,7 @@ def save_arm(folder: Path, module: ArmModule, record: Record) -> None:
     """Write `<arm>.safetensors`, then `<arm>.json`, which says that the arm is done."""
     stem = folder / module.arm.name
     tensors = {
-        name: weight.detach().to("cpu", torch.bfloat16).contiguous()
-        for name, weight in module.named_parameters()
+        name: weight.detach().to("cpu", torch.bfloat16).contiguous() for name, weight in module.named_parameters()
     }
     write_atomically(_suffixed(stem, "safetensors"), lambda path: save_file(tensors, path))
     text = json.dumps({"arm": asdict(module.arm), **record}, indent=1) + "\n"
@@ -82,9 +79,7 @@ class InjectorSet:
     records: Mapping[str, Record]
 
     @classmethod
-    def load(
-        cls, folder: str | Path, draft: Draft, target: Target, *, names: Sequence[str] | None = None
-    ) -> Self:
+    def load(cls, folder: str | Path, draft: Draft, target: Target, *, names: Sequence[str] | None = None) -> Self:
         """The arms in `folder`, or those named.
 
         Raises:
@@ -97,9 +92,7 @@ class InjectorSet:
         missing = [name for name in chosen if name not in records]
         if missing or not chosen:
             what = f"no injector {missing[0]!r}" if missing else "no injectors"
-            raise UsageError(
-                f"{folder} holds {what}; train them with train_injectors or name another folder."
-            )
+            raise UsageError(f"{folder} holds {what}; train them with train_injectors or name another folder.")
         mark = draft_fingerprint(draft)
         for name in chosen:
             if records[name]["draft"] != mark:
@@ -110,9 +103,7 @@ class InjectorSet:
         first = records[chosen[0]]
         codes = Codes.of(target.head, first["rank"], first["seed"])
         modules = {name: _read(folder, records[name], draft, codes) for name in chosen}
-        return cls(
-            modules, codes, first["all_slots"], first["message"], {name: records[name] for name in chosen}
-        )
+        return cls(modules, codes, first["all_slots"], first["message"], {name: records[name] for name in chosen})
 
 
 def _read(folder: Path, record: Record, draft: Draft, codes: Codes) -> ArmModule:

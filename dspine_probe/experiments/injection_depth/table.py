@@ -19,25 +19,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from dspine_probe.experiments.common.intervals import (
-    Draws,
-    Estimate,
-    Scores,
-    estimate,
-    macro,
-    per_set,
-    per_slot,
-)
+from dspine_probe.experiments.common.intervals import Draws, Estimate, Scores, estimate, macro, per_set, per_slot
 from dspine_probe.experiments.common.rows import RowBuilder
-from dspine_probe.experiments.injection_depth.arms import (
-    ALL,
-    LAYERS,
-    MARKOV,
-    MLP,
-    UNRELIABLE,
-    Arm,
-    contrasted,
-)
+from dspine_probe.experiments.injection_depth.arms import ALL, LAYERS, MARKOV, MLP, UNRELIABLE, Arm, contrasted
 from dspine_probe.experiments.injection_depth.blocks import FIRST_SLOT
 from dspine_probe.experiments.injection_depth.injectors import NOISE, RANDOM
 
@@ -72,9 +56,7 @@ def mixed(share: float) -> str:
     return f"rho {share:.2f}"
 
 
-def tabulate(
-    found: Mapping[str, Found], families: Mapping[str, str], draws: Draws, layers: int
-) -> pd.DataFrame:
+def tabulate(found: Mapping[str, Found], families: Mapping[str, str], draws: Draws, layers: int) -> pd.DataFrame:
     """The rows of every draft, and of the mean of every family with two or more seeds.
 
     Args:

@@ -23,13 +23,7 @@ from dspine_probe.drafts import Draft
 from dspine_probe.errors import ProbeError
 from dspine_probe.experiments.common.kept import note_or_refuse
 from dspine_probe.experiments.common.progress import Progress, silent
-from dspine_probe.experiments.injection_depth.arms import (
-    Arm,
-    ArmModule,
-    arms_of,
-    borrowed,
-    build,
-)
+from dspine_probe.experiments.injection_depth.arms import Arm, ArmModule, arms_of, borrowed, build
 from dspine_probe.experiments.injection_depth.injectors import Codes
 from dspine_probe.experiments.injection_depth.objective import ArmObjective, InjectionPlan
 from dspine_probe.experiments.injection_depth.store import InjectorSet, draft_fingerprint, save_arm, trained

@@ -38,14 +38,7 @@ from dspine_probe.experiments.common.records import plain
 from dspine_probe.experiments.common.request import Request, option
 from dspine_probe.experiments.common.rows import RowBuilder
 from dspine_probe.experiments.emergence.controls import untrained
-from dspine_probe.experiments.probing.questions import (
-    ACCEPTED,
-    OWN,
-    QUESTIONS,
-    Asked,
-    ask,
-    read_rows,
-)
+from dspine_probe.experiments.probing.questions import ACCEPTED, OWN, QUESTIONS, Asked, ask, read_rows
 from dspine_probe.experiments.probing.table import (
     COMMONEST,
     CONTROL,
@@ -88,9 +81,7 @@ class ProbingConfig:
 
     def __post_init__(self) -> None:
         if self.repeats < 5:
-            raise UsageError(
-                f"{self.repeats} repeats do not show how results vary with the split; give five or more."
-            )
+            raise UsageError(f"{self.repeats} repeats do not show how results vary with the split; give five or more.")
         unknown = [one for one in (*self.questions, *self.described) if one not in QUESTIONS]
         if unknown or not self.questions:
             raise UsageError(f"there are no questions {unknown}; choose from {', '.join(QUESTIONS)}.")

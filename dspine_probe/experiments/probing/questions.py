@@ -23,13 +23,7 @@ from dspine_probe.experiments.common.linear_probe import UNASKED, class_of, comm
 from dspine_probe.experiments.patching import residual_names
 from dspine_probe.hooks import HookedDraft
 
-OWN, PREDECESSOR, SUCCESSOR, SLOT, ACCEPTED = (
-    "own token",
-    "predecessor",
-    "successor",
-    "slot index",
-    "accepted",
-)
+OWN, PREDECESSOR, SUCCESSOR, SLOT, ACCEPTED = ("own token", "predecessor", "successor", "slot index", "accepted")
 QUESTIONS = (OWN, PREDECESSOR, SUCCESSOR, SLOT, ACCEPTED)
 
 
@@ -62,11 +56,7 @@ class Asked:
 
 @torch.no_grad()
 def read_rows(
-    draft: Draft,
-    arena: Arena,
-    *,
-    answers_per_batch: int = 8,
-    on_batch: Callable[[int, int], None] | None = None,
+    draft: Draft, arena: Arena, *, answers_per_batch: int = 8, on_batch: Callable[[int, int], None] | None = None
 ) -> ProbeRows:
     """Run the draft once over the arena and keep every slot's state at every depth.
 

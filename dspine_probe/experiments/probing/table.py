@@ -25,12 +25,7 @@ from dspine_probe.experiments.common.rows import RowBuilder
 from dspine_probe.experiments.common.schema import MINUS, Result
 from dspine_probe.experiments.common.wording import points
 
-ACCURACY, UNSEEN, BITS, COMPRESSION = (
-    "accuracy",
-    "accuracy, unseen anchor types",
-    "bits a label",
-    "compression",
-)
+ACCURACY, UNSEEN, BITS, COMPRESSION = ("accuracy", "accuracy, unseen anchor types", "bits a label", "compression")
 SPREAD = ", sd over splits"
 TRAINED, CONTROL, UNTRAINED = "trained", "control task", "untrained draft"
 SLOT_ALONE, COMMONEST = "slot index alone", "commonest class"
@@ -109,9 +104,7 @@ class Measurements:
 
     def usual_penalty(self, key: Key) -> float:
         """The penalty chosen most often so far at this key."""
-        chosen = [
-            fit["penalty"] for fit in self.fits if Key(fit["question"], fit["probe"], fit["depth"]) == key
-        ]
+        chosen = [fit["penalty"] for fit in self.fits if Key(fit["question"], fit["probe"], fit["depth"]) == key]
         return Counter(chosen).most_common(1)[0][0]
 
     def mean_coverage(self) -> dict[str, float]:

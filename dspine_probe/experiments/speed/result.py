@@ -49,13 +49,9 @@ class SpeedResult(Result):
         """Whether every greedy answer equals that of plain decoding."""
         return bool((self.select(metric="same_tokens", set=ALL)["mean"] == 1).all())
 
-    def row(
-        self, draft: str, metric: str, *, sampling: str = GREEDY.label, rows: str | None = None
-    ) -> pd.Series:
+    def row(self, draft: str, metric: str, *, sampling: str = GREEDY.label, rows: str | None = None) -> pd.Series:
         """One measurement on all prompts, by default of greedy decoding with the fewest rows at once."""
-        return self.select(
-            draft=draft, metric=metric, sampling=sampling, rows=rows or self.fewest, set=ALL
-        ).iloc[0]
+        return self.select(draft=draft, metric=metric, sampling=sampling, rows=rows or self.fewest, set=ALL).iloc[0]
 
     def findings(self) -> list[str]:
         """What the table says, in sentences computed from it."""
@@ -77,9 +73,7 @@ class SpeedResult(Result):
             f"{found} times plain decoding, n = {rows['n'].max()} {unit}, {self.config['dtype']}, "
             f"{self.config['device']}, {counted(self.config['threads'], 'thread')}, {self.engines}"
         )
-        controls = [
-            ("greedy answers are those of plain decoding", str(self.same_tokens).lower(), self.same_tokens)
-        ]
+        controls = [("greedy answers are those of plain decoding", str(self.same_tokens).lower(), self.same_tokens)]
         slower = bool((rows["high"] < 1).all()) or not self.same_tokens
         holds = False if slower else True if (rows["low"] > 1).any() else None
         return [Claim.on("faster", here=here, controls=controls, holds=holds, command=COMMAND)]
@@ -97,9 +91,7 @@ class SpeedResult(Result):
         trunks = {name: self.row(name, "trunk_ms")["mean"] for name in (flash, spine)}
         lengths = {name: self.row(name, "acceptance_length") for name in (flash, spine)}
         extra, longer = trunks[spine] - trunks[flash], lengths[spine]["mean"] / lengths[flash]["mean"] - 1
-        share = extra / (
-            trunks[flash] + sum(self.row(flash, part)["mean"] for part in ("verify_ms", "head_ms"))
-        )
+        share = extra / (trunks[flash] + sum(self.row(flash, part)["mean"] for part in ("verify_ms", "head_ms")))
         config = self.config
         here = (
             f"the block of {spine} takes {trunks[spine]:.2f} ms, that of {flash} {trunks[flash]:.2f} ({extra:+.2f} ms, "
@@ -130,9 +122,7 @@ class SpeedResult(Result):
         cells = drafted.drop_duplicates(["draft", *FACTORS])
         for _, cell in cells[cells["rows"] == self.fewest].iterrows():
             at = {"sampling": cell["sampling"], "rows": cell["rows"]}
-            of = whole[(whole[["draft", *FACTORS]] == cell[["draft", *FACTORS]]).all(axis=1)].set_index(
-                "metric"
-            )
+            of = whole[(whole[["draft", *FACTORS]] == cell[["draft", *FACTORS]]).all(axis=1)].set_index("metric")
             promised = ""
             if "predicted_speedup" in of.index:
                 promised = (

@@ -21,13 +21,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dspine_probe.decoding.clock import Timing
-from dspine_probe.experiments.common.intervals import (
-    RESAMPLES,
-    Estimate,
-    estimate,
-    ratio_samples,
-    set_weights,
-)
+from dspine_probe.experiments.common.intervals import RESAMPLES, Estimate, estimate, ratio_samples, set_weights
 from dspine_probe.experiments.common.rows import RowBuilder
 from dspine_probe.experiments.speed.costs import PassCosts
 from dspine_probe.sampling import Sampling
@@ -83,15 +77,7 @@ def tabulate(
                 if cost is not None:
                     found |= _predicted(cost, found)
             for metric, value in found.items():
-                rows.add(
-                    value,
-                    draft=draft,
-                    metric=metric,
-                    set=name,
-                    n=len(part),
-                    sampling=sampling.label,
-                    rows=count,
-                )
+                rows.add(value, draft=draft, metric=metric, set=name, n=len(part), sampling=sampling.label, rows=count)
     return rows.table()
 
 

@@ -74,9 +74,7 @@ class ArmsPlan:
             raise UsageError("no learning rate was given to choose among; give one or more.")
         taken = [name for name, arm in self.arms.items() if self.tuning_seed in arm.seeds]
         if taken:
-            raise UsageError(
-                f"seed {self.tuning_seed} chooses learning rates, so {taken[0]!r} cannot report it too."
-            )
+            raise UsageError(f"seed {self.tuning_seed} chooses learning rates, so {taken[0]!r} cannot report it too.")
 
 
 OnRun = Callable[[str], Reports]

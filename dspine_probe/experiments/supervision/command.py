@@ -21,9 +21,7 @@ class SupervisionOptions:
     """What `probe supervision` takes as options."""
 
     arms: Path | None = option(None, "Folder of trained arms, `<arm>-<seed>`, and their runs.")
-    features: tuple[Path, ...] = option(
-        (), "A folder made by `features`: train what is missing on it; repeatable."
-    )
+    features: tuple[Path, ...] = option((), "A folder made by `features`: train what is missing on it; repeatable.")
     blocks: int = option(102_400, "Blocks that each arm is trained on.", min=1)
     lr: tuple[float, ...] = option((1e-3,), "Peak rate; repeat to choose one for each arm by short runs.")
     tuning_blocks: int = option(25_600, "Blocks of each run that chooses a rate.", min=1)
@@ -44,9 +42,7 @@ def run(request: Request, options: SupervisionOptions) -> SupervisionResult | No
     if options.features:
         teacher = Target.load(request.target.name, dtype=precision.dtype, device=request.target.device)
         store = FeatureStore.open(*options.features)
-        experiment.train_arms(
-            plan, teacher, store, options.arms, worker=options.worker, workers=options.workers
-        )
+        experiment.train_arms(plan, teacher, store, options.arms, worker=options.worker, workers=options.workers)
     if options.worker:
         return None  # the first process measures, once the others are done
     runs = experiment.trained(plan, options.arms)

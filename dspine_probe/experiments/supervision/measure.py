@@ -21,13 +21,7 @@ from dspine_probe.errors import UsageError
 from dspine_probe.experiments.common.arena import Arena
 from dspine_probe.experiments.common.intervals import RESAMPLES, Draws
 from dspine_probe.experiments.common.progress import Progress, silent
-from dspine_probe.experiments.supervision.readings import (
-    ArmReadings,
-    OwnReadouts,
-    RoundCounts,
-    arena_rounds,
-    read_arm,
-)
+from dspine_probe.experiments.supervision.readings import ArmReadings, OwnReadouts, RoundCounts, arena_rounds, read_arm
 from dspine_probe.experiments.supervision.result import SupervisionResult
 from dspine_probe.experiments.supervision.runs import ArmRun, Runs, curve, refuse_unlike
 from dspine_probe.experiments.supervision.table import BASE, Measured, tabulate
@@ -109,9 +103,7 @@ def _measure(
         )
     codes = space.codes(target.head)
     weights = load_readouts(run.run)
-    aimed = (
-        codes_from_projection(target.head, space.mean, space.basis) if arm == "cosine-unwhitened" else codes
-    )
+    aimed = codes_from_projection(target.head, space.mean, space.basis) if arm == "cosine-unwhitened" else codes
     own = OwnReadouts(weights, aimed) if weights else None
     return arena_rounds(draft, arena), read_arm(draft, arena, space, codes, own, seed=seed)
 

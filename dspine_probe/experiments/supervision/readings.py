@@ -172,9 +172,7 @@ def fitted_readout(
     return read, centre
 
 
-def _ridge_read(
-    rows: Tensor, wanted: Tensor, fit: Tensor, held: Tensor, penalty: float
-) -> tuple[Tensor, Tensor]:
+def _ridge_read(rows: Tensor, wanted: Tensor, fit: Tensor, held: Tensor, penalty: float) -> tuple[Tensor, Tensor]:
     """`held` rows read by a regression on `fit` rows; `penalty` is in units of a coordinate's mean square, 1."""
     x, y = rows[fit].flatten(0, 1), wanted[fit].flatten(0, 1)
     mean_x, mean_y = x.mean(0), y.mean(0)

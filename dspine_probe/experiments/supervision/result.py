@@ -85,9 +85,7 @@ class SupervisionResult(Result):
 
     def validations(self, arm: str, seeds: Iterable[str] | None = None) -> pd.Series:
         """Held-out tokens per anchor by blocks trained, mean of some seeds or all."""
-        rows = self.select(
-            draft=arm, metric="validation", seed=list(self.drafts[arm] if seeds is None else seeds)
-        )
+        rows = self.select(draft=arm, metric="validation", seed=list(self.drafts[arm] if seeds is None else seeds))
         return rows.groupby(rows["blocks"].astype(int))["mean"].mean()
 
     def findings(self) -> list[str]:
@@ -98,10 +96,7 @@ class SupervisionResult(Result):
             *(self._length_sentence(arm) for arm in self.drafts),
             *(self._gain_sentence(arm) for arm in arms),
             f"The published order, {TOKEN_CE} < {BASE} < {COSINE}, {state} ({self._setting()}).",
-            *(
-                f"{over_base(arm)}, held-out tokens per anchor while training: {self.settled(arm)}."
-                for arm in arms
-            ),
+            *(f"{over_base(arm)}, held-out tokens per anchor while training: {self.settled(arm)}." for arm in arms),
             *(sentence for arm in self.drafts for sentence in self._stream_sentences(arm)),
             *(self._gradient_sentence(arm) for arm in self.drafts),
         ]
@@ -111,8 +106,7 @@ class SupervisionResult(Result):
         if not {TOKEN_CE, COSINE} <= set(self.drafts):
             return []
         parts = (
-            f"{arm} {self.length(arm)['mean']:.3f}"
-            + ("" if arm == BASE else f", {self._gain(arm)} against none")
+            f"{arm} {self.length(arm)['mean']:.3f}" + ("" if arm == BASE else f", {self._gain(arm)} against none")
             for arm in _COMPARED
         )
         here = f"{'; '.join(parts)}; {self._setting()}"
@@ -147,10 +141,7 @@ class SupervisionResult(Result):
     def _stream_sentences(self, arm: str) -> Iterator[str]:
         ranks = self.by_layer(arm, "effective_rank")
         yield f"{arm}: effective rank of the stream after layers 1…{len(ranks)}: {_listed(ranks, '.0f')}."
-        cosines = (
-            f"{reader} {_listed(self.by_layer(arm, f'cosine, {reader}'), '.3f')}"
-            for reader in (FIXED, FITTED)
-        )
+        cosines = (f"{reader} {_listed(self.by_layer(arm, f'cosine, {reader}'), '.3f')}" for reader in (FIXED, FITTED))
         yield f"{arm}: mean cosine with the label's code by layer: {'; '.join(cosines)}."
 
     def _gradient_sentence(self, arm: str) -> str:
@@ -179,8 +170,7 @@ class SupervisionResult(Result):
             return f"not chosen; trained at {used}", False
         chosen = {arm: tried[arm]["chosen"] for arm in _COMPARED}
         said = ", ".join(
-            f"{arm} {chosen[arm]:g} of {_either(map(float, tried[arm]['tokens_per_anchor']))}"
-            for arm in _COMPARED
+            f"{arm} {chosen[arm]:g} of {_either(map(float, tried[arm]['tokens_per_anchor']))}" for arm in _COMPARED
         )
         same = all(rates == {chosen[arm]} for arm, rates in trained.items())
         return f"chosen on {tried[BASE]['blocks']:,} blocks: {said}; trained at {used}", same

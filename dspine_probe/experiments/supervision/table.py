@@ -148,14 +148,7 @@ class _ArmRows:
             self._add(found.at(index), draft, metric, ALL, slot=index + 1)
 
     def _add(
-        self,
-        found: Estimate | float,
-        draft: str,
-        metric: str,
-        seed: int | str,
-        *,
-        n: int | None = None,
-        **at: Any,
+        self, found: Estimate | float, draft: str, metric: str, seed: int | str, *, n: int | None = None, **at: Any
     ) -> None:
         prompts = len(self.arena.answers) if n is None else n
         self.rows.add(found, draft=draft, metric=metric, n=prompts, seed=seed, blocks="", **at)

@@ -91,9 +91,7 @@ def objective_for(draft: Draft, intermediate: Intermediate | None = None) -> Obj
     return objective
 
 
-def supervised(
-    draft: Draft, batch: Batch
-) -> tuple[Int[Tensor, "block draft_slot"], Float[Tensor, "block draft_slot"]]:
+def supervised(draft: Draft, batch: Batch) -> tuple[Int[Tensor, "block draft_slot"], Float[Tensor, "block draft_slot"]]:
     """Labels in the draft's vocabulary, and weights cut at the first slot that cannot be supervised.
 
     Verification never reaches past a token the draft cannot propose, so neither does the loss. A slot that shows its
@@ -111,6 +109,4 @@ def step_loss(loss: Tensor, head: HeadLoss, parts: dict[str, Tensor], weight: Te
     """A loss, with the hits of the head that it came with and the parts to log."""
     counted = weight > 0
     hits = (head.correct.view_as(weight) & counted).float().sum(0)
-    return StepLoss(
-        loss, head.cross_entropy, {k: v.detach() for k, v in parts.items()}, hits, counted.float().sum(0)
-    )
+    return StepLoss(loss, head.cross_entropy, {k: v.detach() for k, v in parts.items()}, hits, counted.float().sum(0))

@@ -18,9 +18,7 @@ class DFlashObjective(Objective):
     supervises = True
     draft: DFlash
 
-    def __init__(
-        self, draft: DFlash, *, l1_weight: float = 0.0, intermediate: Intermediate | None = None
-    ) -> None:
+    def __init__(self, draft: DFlash, *, l1_weight: float = 0.0, intermediate: Intermediate | None = None) -> None:
         super().__init__()
         self.draft, self.l1_weight, self.intermediate = draft, l1_weight, intermediate
 

@@ -34,13 +34,7 @@ class DSpineObjective(Objective):
         replaced = torch.rand(len(batch.tokens), generator=progress.generator) < chance
         truth = TruePredecessors(batch.tokens, replaced.to(batch.tokens.device))
         context = draft.encode_context(batch.taps)
-        states = draft.run(
-            context,
-            batch.anchor_tokens,
-            batch.anchors,
-            visible=batch.visible,
-            true_predecessors=truth,
-        )
+        states = draft.run(context, batch.anchor_tokens, batch.anchors, visible=batch.visible, true_predecessors=truth)
         labels, weight = supervised(draft, batch)
         unary = head_loss(
             states.hidden[:, 1:].flatten(0, 1),
