@@ -18,7 +18,7 @@ from typing import Any
 import pandas as pd
 import torch
 from jaxtyping import Float
-from scipy.stats import t as student  # type: ignore[import-untyped]
+from scipy.stats import t as student
 from torch import Tensor
 
 from dspine_probe.experiments.common.arena import Arena
