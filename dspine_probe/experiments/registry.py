@@ -109,6 +109,15 @@ _ALL = (
         reproduced={"fast": True},
     ),
     Experiment(
+        "joint-injection",
+        "What the true predecessor's code is worth by depth, in a causal draft trained to use it (the paper's +14.8).",
+        result="dspine_probe.experiments.joint_injection.table:JointInjectionResult",
+        config="dspine_probe.experiments.joint_injection.measure:JointOptions",
+        run="dspine_probe.experiments.joint_injection.measure:run",
+        figures=("dspine_probe.plots.joint_injection:by_depth",),
+        drafts=(),
+    ),
+    Experiment(
         "supervision",
         "Supervise a DFlash's intermediate layers by nothing, codes or tokens, and compare acceptance.",
         result="dspine_probe.experiments.supervision.result:SupervisionResult",

@@ -104,7 +104,7 @@ def train_draft(
     process = PartialState(cpu=target.device.type == "cpu")
     train_on, held_out = split(store.meta.ids)
     if plan.init is None:
-        draft = _start(plan, target, store, train_on, config.seed)
+        draft = start_draft(plan, target, store, train_on, config.seed)
     else:
         plan, draft = _continue(plan, target, store)
     settings = plan.settings() | {"precision": config.precision.used}
@@ -137,7 +137,7 @@ def train_draft(
     return draft
 
 
-def _start(plan: DraftPlan, target: Target, store: FeatureStore, train_on: list[int], seed: int) -> Draft:
+def start_draft(plan: DraftPlan, target: Target, store: FeatureStore, train_on: list[int], seed: int) -> Draft:
     """An untrained draft; what is random in it depends on the seed alone."""
     vocabulary = None
     if plan.draft_vocab is not None:
