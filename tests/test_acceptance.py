@@ -260,3 +260,20 @@ def test_figures_show_what_their_words_say(draw):
     mean = float(result.counts.acceptance_length("one").value)
     first = float(result.counts.estimate("survival", "one").value[0])
     assert f"one: mean {mean:.2f} tokens" in block.alt or f"one: {100 * first:.0f} % of rounds keep slot 1" in block.alt
+
+
+def test_budgets_of_one_kind_give_a_slope_and_a_figure():
+    """Two budgets: the slope is their difference over the doublings between them, drawn on the same prompts."""
+    drafts = {
+        name: {"architecture": DFLASH, "trained": {"blocks": blocks}}
+        for name, blocks in {"one": 50_000, "two": 200_000}.items()
+    }
+    result = AcceptanceResult.of(two_sets(), {"target": "tiny"}, drafts)
+    one, two = (float(result.counts.acceptance_length(name).value) for name in ("one", "two"))
+    slope = result.counts.doubling({"one": 50_000, "two": 200_000})
+    assert float(slope.value) == pytest.approx((two - one) / 2) and slope.low < slope.value < slope.high
+    assert f"one, two: {number(slope, signed=True)} tokens a round with every doubling" in result.findings()[-1]
+    block = plots.over_blocks(result)
+    assert list(block.figure.data[0].x) == [50_000, 200_000] and "doubling" in block.alt
+    drafts["two"]["trained"]["blocks"] = 50_000
+    assert plots.over_blocks(AcceptanceResult.of(two_sets(), {}, drafts)) is None

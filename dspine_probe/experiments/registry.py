@@ -158,7 +158,11 @@ _ALL = (
         result="dspine_probe.experiments.acceptance.table:AcceptanceResult",
         config="dspine_probe.experiments.acceptance.measure:AcceptanceOptions",
         run="dspine_probe.experiments.acceptance.measure:run",
-        figures=("dspine_probe.plots.acceptance:bars", "dspine_probe.plots.acceptance:survival"),
+        figures=(
+            "dspine_probe.plots.acceptance:bars",
+            "dspine_probe.plots.acceptance:survival",
+            "dspine_probe.plots.acceptance:over_blocks",
+        ),
         reproduced={},
         command=False,
     ),

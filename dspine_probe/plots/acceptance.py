@@ -60,5 +60,28 @@ def survival(result: AcceptanceResult, *, set: str = MEAN) -> FigureBlock:
     )
 
 
+def over_blocks(result: AcceptanceResult) -> FigureBlock | None:
+    """Acceptance length over the blocks that a draft was trained on; None without two budgets of one kind."""
+    blocks = {name: count for by in result.ladders.values() for name, count in by.items()}
+    if not blocks:
+        return None
+    rows = result.select(metric=AL, set=MEAN, draft=list(blocks))
+    kinds = {name: result.drafts[name]["architecture"].removesuffix("DraftModel") for name in blocks}
+    rows = rows.assign(kind=rows["draft"].map(kinds), blocks=rows["draft"].map(blocks)).sort_values("blocks")
+    figure = panels(rows, by="kind", x="blocks", column=None)
+    budgets = sorted(set(blocks.values()))
+    ticks = {"tickvals": budgets, "ticktext": [f"{count / 1000:,.0f}k" for count in budgets]}
+    figure.update_xaxes(title_text="training blocks", type="log", **ticks)
+    figure.update_yaxes(title_text="tokens per round, mean of the sets")
+    return FigureBlock(
+        layout(figure, height=420),
+        "Acceptance length over training",
+        "Drafts of one recipe, decayed from one stable run at each budget; 95 % intervals over prompts, one training "
+        f"seed. {_sizes(rows)}",
+        " ".join(sentence for sentence in result.findings() if "doubling" in sentence),
+        rows,
+    )
+
+
 def _sizes(rows: pd.DataFrame) -> str:
     return f"n = {rows['n'].max()} prompts."

@@ -9,7 +9,7 @@ the sets. Entry points: `count_rounds`, `AcceptanceCounts`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -103,6 +103,17 @@ class AcceptanceCounts:
         """AL of `draft` over AL of `base` on the same prompts, drawn alike; for the mean, the ratio of the means."""
         ratio = self._samples(AL, draft, set) / self._samples(AL, base, set)
         return estimate(ratio[0], ratio[1:])
+
+    def doubling(self, blocks: Mapping[str, int]) -> Estimate:
+        """Tokens per round gained with every doubling of the blocks a draft was trained on, by least squares.
+
+        blocks: by draft; two different numbers or more.
+        """
+        times = torch.tensor([float(count) for count in blocks.values()], dtype=torch.float64).log2()
+        lengths = torch.stack([self._samples(AL, draft, MEAN) for draft in blocks], dim=1)
+        spread = times - times.mean()
+        slope = (lengths - lengths.mean(dim=1, keepdim=True)) @ spread / spread.square().sum()
+        return estimate(slope[0], slope[1:])
 
     def estimate(self, metric: str, draft: str, set: str = MEAN) -> Estimate:
         """One of `METRICS` on one set, or its mean over the sets.

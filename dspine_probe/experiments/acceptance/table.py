@@ -60,17 +60,32 @@ class AcceptanceResult(Result):
     def _first_slot(self, draft: str) -> pd.Series:
         return self.select(draft=draft, set=MEAN, metric=CONDITIONAL, slot="1").iloc[0]
 
+    @property
+    def ladders(self) -> dict[str, dict[str, int]]:
+        """By architecture, the drafts that differ in training blocks, with these; only where there are two budgets."""
+        found: dict[str, dict[str, int]] = {}
+        for name in self.counts.drafts:
+            blocks = self.drafts.get(name, {}).get("trained", {}).get("blocks")
+            if blocks is not None:
+                found.setdefault(self.drafts[name]["architecture"], {})[name] = blocks
+        return {kind: by for kind, by in found.items() if len(set(by.values())) > 1}
+
     def findings(self) -> list[str]:
-        """AL of every draft, and over the first draft's."""
+        """AL of every draft, over the first draft's, and by the doubling of its training."""
         base, *others = self.counts.drafts
         said = [
             f"{draft}: {number(self.counts.acceptance_length(draft))} tokens a round, mean of {len(self.counts.sets)} "
             f"sets; slot 1 is kept in {percent(self._first_slot(draft))} of rounds."
             for draft in (base, *others)
         ]
-        return said + [
+        said += [
             f"{draft} over {base}: {number(self.counts.paired_ratio(draft, base))} times as many tokens a round."
             for draft in others
+        ]
+        return said + [
+            f"{', '.join(by)}: {number(self.counts.doubling(by), signed=True)} tokens a round with every doubling of "
+            f"the training blocks, from {min(by.values()):,} to {max(by.values()):,}."
+            for by in self.ladders.values()
         ]
 
     def claims(self) -> list[Claim]:

@@ -80,12 +80,14 @@ def plain(value: Any) -> Any:
 
 
 def draft_record(draft: Draft) -> dict[str, Any]:
-    """What a result keeps of a draft's build."""
-    config = draft.config
+    """What a result keeps of a draft's build, and of its training where its checkpoint says it."""
+    config, run = draft.config, draft.training_record
+    trained = {name: run[name] for name in ("blocks", "seed", "schedule") if name in run}
     return {
         "architecture": config.architecture,
         "layers": config.num_hidden_layers,
         "slots": config.num_slots,
         "causal": config.is_causal,
         "vocabulary": draft.head.shape[0],
+        **({"trained": trained} if trained else {}),
     }

@@ -1,8 +1,8 @@
 """Verdicts on a claim in three parts: effect, specificity and size, by the rules of `docs/protocols.md`.
 
 `over_seeds` joins training seeds and prompts in one interval, `holm` widens the intervals of a family, `judge` and
-`compare` turn an interval into a word, `Verdict` holds the three words. All take and give `Measurement`s, whose printed
-interval is the one that is judged.
+`compare` turn an interval into a word. All take and give `Measurement`s, whose printed interval is the one that is
+judged.
 """
 
 from __future__ import annotations
@@ -51,15 +51,6 @@ class Measurement:
 
     def __neg__(self) -> Measurement:
         return Measurement(-self.value, self.error, self.freedom, self.seeds)
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The three words of a claim's verdict."""
-
-    effect: Judgement
-    specificity: Judgement
-    size: Size
 
 
 def over_seeds(each: Sequence[Measurement]) -> Measurement:
