@@ -1,8 +1,7 @@
 """What one hooked pass saw: TransformerLens' `ActivationCache`, true to a draft's residual stream.
 
 A draft may add to the stream after a layer (DSpine: its injection). The sums that TransformerLens forms know nothing of
-that, so `decompose_resid` and `accumulated_resid` are formed here from the draft's own stages. What needs weights in
-TransformerLens' form is refused by name.
+that, so `decompose_resid` is formed here from the draft's own stages; its other sums are refused by name.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from dspine_probe.errors import UsageError
 
 _ENDINGS = {"all": "", "attn": "hook_attn_out", "mlp": "hook_mlp_out"}
 _REFUSED = (
-    *("logit_attrs", "logit_lens", "get_full_resid_decomposition", "apply_ln_to_stack"),
+    *("accumulated_resid", "logit_attrs", "logit_lens", "get_full_resid_decomposition", "apply_ln_to_stack"),
     *("stack_head_results", "compute_head_results", "stack_neuron_results", "get_neuron_results"),
 )
 
@@ -71,62 +70,25 @@ class DraftCache(ActivationCache):
         Raises:
             UsageError: a component was not cached.
         """
-        depth = self._depth(layer)
+        layers = self.draft.config.num_hidden_layers
+        depth = layers if layer is None or layer == -1 else layer
         added = [stage.added for index in range(depth) for stage in self.draft.stages(index)]
         added += [f"blocks.{depth}.hook_attn_out"] if mlp_input else []
         names = ["hook_embed"] if incl_embeds else []
         names += [name for name in added if name.endswith(_ENDINGS[mode])]
         components = self._stack(names, pos_slice)
         if apply_ln:
-            stream = self._stack([list(self._streams(depth, mlp_input).values())[-1]], pos_slice)
-            norm = self._norm(depth, mlp_input)
+            if depth == layers:
+                norm, name = self.draft.ln_final, self.draft.stages(depth - 1)[-1].after
+            else:
+                block: Any = self.draft.blocks[depth]
+                norm = block.ln2 if mlp_input else block.ln1
+                name = f"blocks.{depth}.hook_resid_{'mid' if mlp_input else 'pre'}"
+            stream = self._stack([name], pos_slice)
             scale = (stream.float().square().mean(-1, keepdim=True) + norm.eps).rsqrt()
             components = components * (scale * norm.weight).to(components)
-        return (components, [_label(name) for name in names]) if return_labels else components
-
-    def accumulated_resid(
-        self,
-        layer: int | None = None,
-        incl_mid: bool = False,
-        apply_ln: bool = False,
-        pos_slice: Any = None,
-        mlp_input: bool = False,
-        return_labels: bool = False,
-    ) -> Any:
-        """The stream that enters each layer up to `layer`; by default also the one that leaves the last.
-
-        With `apply_ln` through the norm that `layer`, or the head, reads it through.
-
-        Raises:
-            UsageError: a stream was not cached.
-        """
-        depth = self._depth(layer)
-        streams = self._streams(depth, mlp_input, mids=incl_mid)
-        stack = self._stack(list(streams.values()), pos_slice)
-        if apply_ln:
-            stack = self._norm(depth, mlp_input).normalize(stack)
-        return (stack, list(streams)) if return_labels else stack
-
-    def _depth(self, layer: int | None) -> int:
-        return self.draft.config.num_hidden_layers if layer is None or layer == -1 else layer
-
-    def _streams(self, depth: int, mlp_input: bool, *, mids: bool = False) -> dict[str, str]:
-        """Hook points of the stream up to `depth`, by TransformerLens' labels."""
-        names: dict[str, str] = {}
-        for layer in range(depth + 1):
-            if layer == self.draft.config.num_hidden_layers:
-                names["final_post"] = self.draft.stages(layer - 1)[-1].after
-                break
-            names[f"{layer}_pre"] = f"blocks.{layer}.hook_resid_pre"
-            if (mids and layer < depth) or (mlp_input and layer == depth):
-                names[f"{layer}_mid"] = f"blocks.{layer}.hook_resid_mid"
-        return names
-
-    def _norm(self, depth: int, mlp_input: bool) -> Any:
-        if depth == self.draft.config.num_hidden_layers:
-            return self.draft.ln_final
-        block = self.draft.blocks[depth]
-        return block.ln2 if mlp_input else block.ln1
+        labels = [name.removeprefix("blocks.").replace(".", "_").replace("hook_", "") for name in names]
+        return (components, labels) if return_labels else components
 
     def _stack(self, names: Sequence[str], pos_slice: Any) -> Float[Tensor, "component *block slot d_model"]:
         lacking = [name for name in names if name not in self.cache_dict]
@@ -139,15 +101,11 @@ class DraftCache(ActivationCache):
         return torch.stack([chosen.apply(x, dim=-2) for x in found])
 
 
-def _label(name: str) -> str:
-    return name.removeprefix("blocks.").replace(".", "_").replace("hook_", "")
-
-
 def _refuse(name: str) -> Any:
     def call(*_: Any, **__: Any) -> NoReturn:
         raise UsageError(
-            f"{name} is not formed for drafts, which share the target's head and have no weights in its form; multiply "
-            "what decompose_resid(apply_ln=True) gives with draft.head yourself."
+            f"{name} is not formed for drafts, which have no weights in its form; read hook_resid_pre, or multiply "
+            "what decompose_resid(apply_ln=True) gives with draft.head, yourself."
         )
 
     return call

@@ -28,18 +28,15 @@ def refuse_frozen(module: nn.Module) -> None:
     if torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         raise UsageError("hooks cannot act inside torch.compile or a CUDA graph; run the draft eagerly.")
     for name, part in module.named_modules():
-        if isinstance(part, torch.jit.ScriptModule) or _is_compiled(part):
+        # torch.compile(module) wraps, module.compile() sets the second, graphed and compiled callables put a `forward`.
+        compiled = hasattr(part, "_orig_mod") or part._compiled_call_impl is not None or "forward" in vars(part)
+        compiled |= any(hasattr(value, "_torchdynamo_orig_callable") for value in vars(part).values())
+        if compiled or isinstance(part, torch.jit.ScriptModule):
             where = f"its part {name!r}" if name else "it"
             raise UsageError(
                 f"hooks on this {type(module).__name__} would be ignored because {where} is compiled or "
                 "graph-captured; hook the draft before compiling it, or load it again."
             )
-
-
-def _is_compiled(part: nn.Module) -> bool:
-    # torch.compile(module) wraps, module.compile() sets the second, graphed and compiled callables replace `forward`.
-    replaced = "forward" in vars(part) or any(hasattr(v, "_torchdynamo_orig_callable") for v in vars(part).values())
-    return hasattr(part, "_orig_mod") or part._compiled_call_impl is not None or replaced
 
 
 def adapted(hook: Hook) -> Callable[..., Tensor | None]:
@@ -68,20 +65,16 @@ def checked(hook: Hook) -> Callable[..., Tensor | None]:
     call = adapted(hook)
 
     def run(tensor: Tensor, *, hook: HookPoint) -> Tensor | None:
-        edited = call(tensor, hook=hook)
-        if edited is not None:
-            _refuse_misfit(edited, tensor, hook.name)
+        edited: Any = call(tensor, hook=hook)
+        if edited is None:
+            return None
+        if not isinstance(edited, Tensor):
+            raise UsageError(f"the hook on {hook.name} returned a {type(edited).__name__}; return a tensor or None.")
+        for what in ("shape", "dtype", "device"):
+            given, wanted = getattr(edited, what), getattr(tensor, what)
+            if given != wanted:
+                given, wanted = (tuple(each) if what == "shape" else each for each in (given, wanted))
+                raise UsageError(f"the hook on {hook.name} returned {what} {given}; this hook point carries {wanted}.")
         return edited
 
     return run
-
-
-def _refuse_misfit(edited: Any, original: Tensor, name: str | None) -> None:
-    if not isinstance(edited, Tensor):
-        raise UsageError(f"the hook on {name} returned a {type(edited).__name__}; return a tensor or None.")
-    for what in ("shape", "dtype", "device"):
-        given, wanted = getattr(edited, what), getattr(original, what)
-        if given != wanted:
-            if what == "shape":
-                given, wanted = tuple(given), tuple(wanted)
-            raise UsageError(f"the hook on {name} returned {what} {given}; this hook point carries {wanted}.")

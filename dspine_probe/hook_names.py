@@ -74,14 +74,7 @@ def describe(name: str, draft: Backbone) -> HookRow:
             f"the hook point {name!r} has no description; add its axes and meaning to {type(draft).__name__}.hook_axes."
         )
     axes, about = known[kind]
-    sizes = _sizes(draft)
-    shape = tuple(sizes.get(axis, axis) for axis in axes.split())
-    dtype = str(draft.fc.weight.dtype).removeprefix("torch.")
-    return HookRow(name, axes, shape, dtype, "pass" if fires_in_pass(name, draft) else "walk", about)
-
-
-def _sizes(draft: Backbone) -> dict[str, int]:
-    config = draft.config
+    config, (rank, message) = draft.config, draft.code_sizes
     sizes = {
         "d_model": config.hidden_size,
         "d_mlp": config.intermediate_size,
@@ -89,6 +82,9 @@ def _sizes(draft: Backbone) -> dict[str, int]:
         "kv_head": config.num_key_value_heads,
         "d_head": config.head_dim,
         "draft_vocab": draft.head.shape[0],
+        "rank": rank,
+        "message": message,
     }
-    sizes["rank"], sizes["message"] = draft.code_sizes
-    return sizes
+    shape = tuple(sizes.get(axis, axis) for axis in axes.split())
+    dtype = str(draft.fc.weight.dtype).removeprefix("torch.")
+    return HookRow(name, axes, shape, dtype, "pass" if fires_in_pass(name, draft) else "walk", about)

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import torch
 from jaxtyping import Float, Int
@@ -70,10 +70,6 @@ class HookedDraft(HookedRootModule):
         self.cfg = lens_config(draft)
         self._restore = weakref.finalize(self, _put_back, seams)
         self._restore.atexit = False
-        self.setup()
-
-    def setup(self) -> None:
-        """Name the hook points by their path inside the draft."""
         self.hook_dict = {n: m for n, m in self.draft.named_modules() if isinstance(m, HookPoint)}
         for name, point in self.hook_dict.items():
             point.name = name
@@ -233,15 +229,6 @@ class HookedDraft(HookedRootModule):
 
         return cache, [(name, save) for name in self.names(names_filter)], []
 
-    def add_caching_hooks(
-        self, names_filter: Names = None, device: torch.device | str | None = None
-    ) -> dict[str, Tensor]:
-        """Hooks that stay and fill the returned dictionary at the next pass; prefer `run_with_cache`."""
-        cache, fwd_hooks, _ = self.get_caching_hooks(names_filter, device)
-        for name, hook in fwd_hooks:
-            self.add_hook(name, hook)
-        return cache
-
     def names(self, wanted: Names = None) -> list[str]:
         """The hook points that `wanted` (a name, names, a predicate, or None for all) stands for.
 
@@ -255,7 +242,10 @@ class HookedDraft(HookedRootModule):
         else:
             found = list(dict.fromkeys([wanted] if isinstance(wanted, str) else wanted))
             for name in found:
-                self._refuse_unknown(name)
+                if name not in self.hook_dict:
+                    nearest = get_close_matches(str(name), self.hook_dict, n=1, cutoff=0.3)
+                    advice = f"did you mean {nearest[0]!r}?" if nearest else "hook_table() lists them."
+                    raise UsageError(f"there is no hook point {name!r} in this {type(self.draft).__name__}; {advice}")
         if not found:
             raise UsageError("the filter matches no hook point; hook_table() lists them.")
         return found
@@ -278,13 +268,6 @@ class HookedDraft(HookedRootModule):
                 "put hooks() or get_caching_hooks() around draft_greedy."
             )
         return reached
-
-    def _refuse_unknown(self, name: Any) -> None:
-        if name in self.hook_dict:
-            return
-        nearest = get_close_matches(str(name), self.hook_dict, n=1, cutoff=0.3)
-        advice = f"did you mean {nearest[0]!r}?" if nearest else "hook_table() lists them."
-        raise UsageError(f"there is no hook point {name!r} in this {type(self.draft).__name__}; {advice}")
 
     def _refuse_unusable(self) -> None:
         if not self._restore.alive:

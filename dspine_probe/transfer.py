@@ -1,8 +1,7 @@
 """The transfer space: a compact, whitened code for every token of the target's vocabulary.
 
 DSpine passes a forming prediction from slot to slot as a direction among these codes (arXiv 2609.36173, transfer
-space). The space is computed once from the target's output matrix and never trained. Entry points: `TransferSpace.fit`,
-`TransferSpace.codes`, `nearest_tokens`.
+space). The space is computed once from the target's output matrix and never trained.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -21,14 +20,12 @@ from dspine_probe.errors import UsageError
 class TransferSpace:
     """Mean and whitened principal directions of the unit-norm rows of an output matrix.
 
-    `basis` holds the leading eigenvectors P, `eigenvalues` their scatter λ (sum over the vocabulary, largest first),
-    `total` the trace of the scatter matrix.
+    `basis` holds the leading eigenvectors P, `eigenvalues` their scatter λ (sum over the vocabulary, largest first).
     """
 
     mean: Float[Tensor, "d_model"]
     basis: Float[Tensor, "d_model rank"]
     eigenvalues: Float[Tensor, "rank"]
-    total: float
 
     @classmethod
     def fit(cls, head: Float[Tensor, "vocab d_model"], rank: int) -> TransferSpace:
@@ -52,7 +49,7 @@ class TransferSpace:
             raise UsageError(f"the head has fewer than {rank} independent directions; choose a smaller transfer rank.")
         peak = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))
         vectors = vectors * peak.sign()
-        return cls(mean, vectors.float(), values.float(), float(scatter.trace()))
+        return cls(mean, vectors.float(), values.float())
 
     @property
     def rank(self) -> int:
@@ -65,11 +62,6 @@ class TransferSpace:
         # Row-major as a file stores it: another layout gives codes that differ in the last bit.
         return (self.basis * self.eigenvalues.rsqrt()).contiguous()
 
-    @property
-    def explained_variance(self) -> Float[Tensor, "rank"]:
-        """Cumulative share of the scatter kept by the first 1…r directions."""
-        return self.eigenvalues.cumsum(0) / self.total
-
     def codes(self, head: Float[Tensor, "vocab d_model"]) -> Float[Tensor, "vocab rank"]:
         """Unit-norm transfer code e_v of every row of `head`."""
         return codes_from_projection(head, self.mean, self.projection)
@@ -80,14 +72,6 @@ def codes_from_projection(
 ) -> Float[Tensor, "vocab rank"]:
     """e_v = normalize((ŵ_v − μ) · P Λ^(−1/2)), fp32."""
     return normalize((_unit_rows(head) - mean.float()) @ projection.float(), dim=-1)
-
-
-def nearest_tokens(
-    features: Float[Tensor, "*batch rank"], codes: Float[Tensor, "vocab rank"], k: int = 1
-) -> Int[Tensor, "*batch k"]:
-    """The k tokens whose codes have the largest cosine with each feature."""
-    cosine = normalize(features.float(), dim=-1) @ codes.float().T
-    return cosine.topk(k, dim=-1).indices
 
 
 def _unit_rows(head: Float[Tensor, "vocab d_model"]) -> Float[Tensor, "vocab d_model"]:

@@ -12,8 +12,7 @@ from dspine_probe.errors import ProbeError, UsageError
 from dspine_probe.prompts import Prompt
 from dspine_probe.target import Target
 from dspine_probe.training.corpus import Corpus, Example
-from dspine_probe.training.filters import ResponseFilter, is_looping
-from dspine_probe.training.regenerate import BOXED, Worker, encode_prompts, pack, regenerate
+from dspine_probe.training.regenerate import BOXED, ResponseFilter, Worker, encode_prompts, is_looping, pack, regenerate
 from dspine_probe.training.worklog import WorkLog, read_work
 
 

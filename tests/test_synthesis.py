@@ -59,8 +59,8 @@ def test_turn_faults() -> None:
 def test_rounds_repeat_with_the_seed(target: Target) -> None:
     first, again, other = (sample_turns(target, SAMPLING, number, set()) for number in (0, 0, 1))
     assert first == again
-    assert set(first.texts.values()) != set(other.texts.values())
-    assert len(first.texts) + sum(first.dropped.values()) == SAMPLING.round_size
+    assert set(first["texts"].values()) != set(other["texts"].values())
+    assert len(first["texts"]) + sum(first["dropped"].values()) == SAMPLING.round_size
 
 
 def test_synthesis_reaches_its_budget_and_can_be_shared(target: Target, tmp_path: Path) -> None:

@@ -1,16 +1,18 @@
 """Answering prompts with the target at temperature 0, resumable, into a packed corpus.
 
 `regenerate` appends every answer to a work file at once, so that a killed run goes on where it was; `pack` filters
-what the work files hold and writes the corpus. Several workers may share a folder, each with its own work file.
-`encode_prompts` turns a prompts file into token ids, the same every time.
+what the work files hold (`ResponseFilter`) and writes the corpus. Several workers may share a folder, each with its own
+work file. `encode_prompts` turns a prompts file into token ids, the same every time.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import sys
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +24,51 @@ from dspine_probe.precision import name_of
 from dspine_probe.prompts import Prompt, encode_prompt
 from dspine_probe.target import Target
 from dspine_probe.training.corpus import Corpus, Example
-from dspine_probe.training.filters import ResponseFilter, is_looping
-from dspine_probe.training.progress import TokenProgress
 from dspine_probe.training.worklog import WorkLog, read_work
 
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 SETTINGS = "run.json"
+LINE_SECONDS = 30.0
+MIN_RESPONSE = 8
+NGRAM = 8
+MIN_DISTINCT = 0.5
+TAIL = 64
+
+
+def is_looping(ids: Sequence[int]) -> bool:
+    """Whether the text repeats itself: under half its 8-grams are distinct, or its last 64 tokens are periodic.
+
+    A period of at most 32 counts, so that the cycle is seen twice.
+    """
+    grams = [tuple(ids[i : i + NGRAM]) for i in range(len(ids) - NGRAM + 1)]
+    if len(grams) >= NGRAM and len(set(grams)) < MIN_DISTINCT * len(grams):
+        return True
+    tail = list(ids[-TAIL:])
+    return len(tail) == TAIL and any(tail[p:] == tail[:-p] for p in range(1, TAIL // 2 + 1))
+
+
+class ResponseFilter:
+    """Says for one response after another whether to drop it; remembers what it has seen to find duplicates."""
+
+    def __init__(self, stop_ids: Collection[int]) -> None:
+        self._stop_ids = frozenset(stop_ids)
+        self._seen: set[Hashable] = set()
+
+    def reason(self, response: Sequence[int]) -> str | None:
+        """None to keep it, else "empty", "short", "looping" or "duplicate"; the stop id counts for nothing."""
+        body = tuple(response)
+        while body and body[-1] in self._stop_ids:
+            body = body[:-1]
+        if not body:
+            return "empty"
+        if len(body) < MIN_RESPONSE:
+            return "short"
+        if is_looping(body):
+            return "looping"
+        if body in self._seen:
+            return "duplicate"
+        self._seen.add(body)
+        return None
 
 
 @dataclass(frozen=True)
@@ -101,15 +142,7 @@ def regenerate(
         ProbeError: the disk is full, or a work file is damaged.
     """
     mine = dict(list(prompts.items())[worker.index :: worker.count])
-    answer(
-        target,
-        mine,
-        Path(folder),
-        max_new_tokens=max_new_tokens,
-        batch_size=batch_size,
-        token_budget=worker.share(token_budget),
-        worker=worker,
-    )
+    answer(target, mine, Path(folder), max_new_tokens, batch_size, worker.share(token_budget), worker)
     return pack(target, folder, notes)
 
 
@@ -117,7 +150,6 @@ def answer(
     target: Target,
     prompts: Mapping[str, Sequence[int]],
     folder: Path,
-    *,
     max_new_tokens: int,
     batch_size: int,
     token_budget: int | None,
@@ -125,27 +157,34 @@ def answer(
 ) -> int:
     """As `regenerate` for one worker's own prompts and budget, without packing; returns the response tokens kept."""
     settings = {"target": target.name, "max_new_tokens": max_new_tokens, "precision": name_of(target.dtype)}
-    _claim(folder, settings)
+    noted = folder / SETTINGS
+    if not noted.exists():
+        write_atomically(noted, lambda part: part.write_text(json.dumps(settings)))
+    found = json.loads(noted.read_text())
+    if {"precision": settings["precision"]} | found != settings:  # older runs did not note it
+        raise UsageError(
+            f"{folder} holds answers made with {found}, and this run has {settings}; use the same or another folder"
+        )
     path = folder / f"work-{worker.index}.jsonl"
     judge = ResponseFilter(target.stop_ids)
-    answered: set[str] = set()
-    kept = 0
-    for row in read_work(path):
-        answered.add(row["id"])
-        kept += 0 if judge.reason(row["response"]) else len(row["response"])
+    rows = list(read_work(path))
+    answered = {row["id"] for row in rows}
+    kept = resumed = sum(len(row["response"]) for row in rows if not judge.reason(row["response"]))
     left = [(name, ids) for name, ids in prompts.items() if name not in answered]
+    began = said = time.monotonic()
 
-    with WorkLog(path) as log, TokenProgress("answers", token_budget, done=kept) as progress:
+    def record(index: int, completion: Completion) -> None:
+        nonlocal kept, said
+        response = completion.response_ids
+        row = {"id": left[index][0], "prompt": completion.prompt_ids, "response": response}
+        log.append(row | {"finish": completion.finish})
+        kept += 0 if judge.reason(response) else len(response)
+        if (now := time.monotonic()) - said >= LINE_SECONDS:
+            said, of = now, "" if token_budget is None else f" of {token_budget:,}"
+            rate = (kept - resumed) / (now - began)
+            print(f"answers: {kept:,}{of} tokens kept, {rate:,.0f} a second", file=sys.stderr, flush=True)
 
-        def record(index: int, completion: Completion) -> None:
-            nonlocal kept
-            response = completion.response_ids
-            row = {"id": left[index][0], "prompt": completion.prompt_ids, "response": response}
-            log.append(row | {"finish": completion.finish})
-            gain = 0 if judge.reason(response) else len(response)
-            kept += gain
-            progress.add(gain, len(response))
-
+    with WorkLog(path) as log:
         generate_greedy(
             target,
             [ids for _, ids in left],
@@ -178,31 +217,11 @@ def pack(target: Target, folder: Path, notes: Mapping[str, Any] | None = None) -
             continue
         finishes[row["finish"]] += 1
         examples.append(Example(name, tuple(row["prompt"]), tuple(row["response"])))
-    settings = json.loads((folder / SETTINGS).read_text())
-    meta = {
-        **settings,
-        **(notes or {}),
-        "temperature": 0,
-        "answered": len(rows),
-        "dropped": dict(dropped),
-        "finish": dict(finishes),
-    }
+    meta = json.loads((folder / SETTINGS).read_text()) | dict(notes or {})
+    meta |= {"temperature": 0, "answered": len(rows), "dropped": dict(dropped), "finish": dict(finishes)}
     corpus = Corpus(examples, meta)
     corpus.save(folder, include_prompts=True)
     return corpus
-
-
-def _claim(folder: Path, settings: dict[str, object]) -> None:
-    """Note the settings of a new run, or refuse a folder whose answers were made with others."""
-    path = folder / SETTINGS
-    if not path.exists():
-        write_atomically(path, lambda part: part.write_text(json.dumps(settings)))
-        return
-    found = json.loads(path.read_text())
-    if {"precision": settings["precision"]} | found != settings:  # older runs did not note it
-        raise UsageError(
-            f"{folder} holds answers made with {found}, and this run has {settings}; use the same or another folder"
-        )
 
 
 def _fraction(name: str) -> float:

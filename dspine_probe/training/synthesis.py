@@ -15,13 +15,12 @@ from typing import Any
 
 import torch
 
-from dspine_probe.decoding.continuous import Completion, generate_sampled
+from dspine_probe.decoding.continuous import generate_sampled
 from dspine_probe.errors import ProbeError, UsageError
 from dspine_probe.files import write_atomically
 from dspine_probe.target import Target
 from dspine_probe.training.corpus import Corpus
-from dspine_probe.training.filters import is_looping
-from dspine_probe.training.regenerate import ALONE, Worker, answer, pack
+from dspine_probe.training.regenerate import ALONE, Worker, answer, is_looping, pack
 
 MIN_WORDS = 4
 MAX_TURN_TOKENS = 160
@@ -39,14 +38,6 @@ class TurnSampling:
     batch_size: int = 192
     temperature: float = 1.0
     top_p: float = 0.95
-
-
-@dataclass(frozen=True)
-class TurnRound:
-    """Texts kept from one round by prompt id, and how many were dropped for which reason."""
-
-    texts: dict[str, str]
-    dropped: dict[str, int]
 
 
 def open_user_turn(target: Target) -> list[int]:
@@ -90,13 +81,15 @@ def turn_fault(text: str, finish: str, ids: tuple[int, ...], seen: set[str]) -> 
     return None
 
 
-def sample_turns(target: Target, sampling: TurnSampling, number: int, seen: set[str]) -> TurnRound:
-    """Sample round `number` of user turns and keep the usable ones; the same arguments give the same texts."""
+def sample_turns(target: Target, sampling: TurnSampling, number: int, seen: set[str]) -> dict[str, Any]:
+    """Sample round `number` of user turns; the same arguments give the same texts.
+
+    Returns the `texts` kept, by prompt id, and how many were `dropped` for which reason.
+    """
     generator = torch.Generator(target.device).manual_seed(sampling.seed * MAX_ROUNDS + number)
-    start = open_user_turn(target)
     turns = generate_sampled(
         target,
-        [start] * sampling.round_size,
+        [open_user_turn(target)] * sampling.round_size,
         max_new_tokens=MAX_TURN_TOKENS,
         batch_size=sampling.batch_size,
         generator=generator,
@@ -107,13 +100,14 @@ def sample_turns(target: Target, sampling: TurnSampling, number: int, seen: set[
     texts: dict[str, str] = {}
     dropped: Counter[str] = Counter()
     for index, turn in enumerate(turns):
-        text = _turn_text(target, turn)
+        ids = turn.response_ids[:-1] if turn.finish == "stop" else turn.response_ids
+        text = target.decode(list(ids), skip_special=True).strip()
         fault = turn_fault(text, turn.finish, turn.response_ids, seen)
         if fault is None:
             texts[f"synth/{sampling.seed}-{number}-{index}"] = text
         else:
             dropped[fault] += 1
-    return TurnRound(texts, dict(dropped))
+    return {"texts": texts, "dropped": dict(dropped)}
 
 
 def synthesize(
@@ -144,54 +138,32 @@ def synthesize(
     prompts: dict[str, tuple[int, ...]] = {}
     share = worker.share(token_budget)
     for number in range(worker.index, MAX_ROUNDS, worker.count):
-        found = _round(target, folder, sampling, number, seen)
-        prompts |= {name: tuple(target.encode_chat(text)) for name, text in found.texts.items()}
-        kept = answer(
-            target,
-            prompts,
-            folder,
-            max_new_tokens=max_new_tokens,
-            batch_size=sampling.batch_size,
-            token_budget=share,
-            worker=worker,
-        )
+        texts = _round(target, folder, sampling, number, seen)["texts"]
+        prompts |= {name: tuple(target.encode_chat(text)) for name, text in texts.items()}
+        kept = answer(target, prompts, folder, max_new_tokens, sampling.batch_size, share, worker)
         if share is None or kept >= share:
-            return pack(target, folder, {"turns": _turn_notes(folder, sampling)})
+            rounds = [json.loads(path.read_text()) for path in folder.glob("turns-*.json")]
+            dropped = sum((Counter(one["dropped"]) for one in rounds), Counter[str]())
+            notes = {"kept": sum(len(one["texts"]) for one in rounds), "dropped": dict(dropped)}
+            return pack(target, folder, {"turns": asdict(sampling) | notes})
     raise ProbeError(
         f"{MAX_ROUNDS} rounds of self-written prompts gave too few answers for {token_budget:,} tokens; "
         "lower the budget or raise the round size"
     )
 
 
-def _round(target: Target, folder: Path, sampling: TurnSampling, number: int, seen: set[str]) -> TurnRound:
+def _round(target: Target, folder: Path, sampling: TurnSampling, number: int, seen: set[str]) -> dict[str, Any]:
     """A round from its file if it is there, else sampled and written."""
     path = folder / f"turns-{number}.json"
     if path.exists():
-        stored = json.loads(path.read_text())
+        stored: dict[str, Any] = json.loads(path.read_text())
         if stored["sampling"] != asdict(sampling):
             raise UsageError(
                 f"{path} holds turns sampled with {stored['sampling']}, and this run has {asdict(sampling)}; "
                 "use the same or another folder"
             )
-        found = TurnRound(stored["texts"], stored["dropped"])
-        seen.update(" ".join(text.lower().split()) for text in found.texts.values())
-        return found
-    found = sample_turns(target, sampling, number, seen)
-    text = json.dumps({"sampling": asdict(sampling), **asdict(found)}, indent=1)
-    write_atomically(path, lambda part: part.write_text(text))
+        seen.update(" ".join(text.lower().split()) for text in stored["texts"].values())
+        return stored
+    found = {"sampling": asdict(sampling)} | sample_turns(target, sampling, number, seen)
+    write_atomically(path, lambda part: part.write_text(json.dumps(found, indent=1)))
     return found
-
-
-def _turn_text(target: Target, turn: Completion) -> str:
-    ids = turn.response_ids[:-1] if turn.finish == "stop" else turn.response_ids
-    return target.decode(list(ids), skip_special=True).strip()
-
-
-def _turn_notes(folder: Path, sampling: TurnSampling) -> dict[str, Any]:
-    """How the turns of all workers were sampled and how many were dropped for which reason."""
-    kept, dropped = 0, Counter[str]()
-    for path in folder.glob("turns-*.json"):
-        stored = json.loads(path.read_text())
-        kept += len(stored["texts"])
-        dropped.update(stored["dropped"])
-    return {**asdict(sampling), "kept": kept, "dropped": dict(dropped)}

@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from dspine_probe.errors import ProbeError
@@ -44,18 +43,21 @@ def read_work(path: Path) -> Iterator[dict[str, Any]]:
 class WorkLog:
     """Appends objects to a work file and syncs every few seconds and on leaving the `with` block."""
 
-    def __init__(self, path: Path, *, sync_seconds: float = SYNC_SECONDS) -> None:
-        self._path, self._sync_seconds = path, sync_seconds
+    def __init__(self, path: Path) -> None:
+        self._path, self._synced = path, time.monotonic()
         self._file: FileIO | None = None
-        self._synced = time.monotonic()
 
     def __enter__(self) -> WorkLog:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        _cut_torn_line(self._path)
+        if self._path.exists():
+            data = self._path.read_bytes()
+            whole = data.rfind(b"\n") + 1
+            if whole < len(data):
+                os.truncate(self._path, whole)
         self._file = self._path.open("ab", buffering=0)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._file is not None:
             with self._file:
                 os.fsync(self._file.fileno())
@@ -78,15 +80,6 @@ class WorkLog:
             raise ProbeError(
                 f"the disk with {self._path} is full; free some space and run the same command again to resume"
             )
-        if time.monotonic() - self._synced >= self._sync_seconds:
+        if time.monotonic() - self._synced >= SYNC_SECONDS:
             os.fsync(self._file.fileno())
             self._synced = time.monotonic()
-
-
-def _cut_torn_line(path: Path) -> None:
-    if not path.exists():
-        return
-    data = path.read_bytes()
-    whole = data.rfind(b"\n") + 1
-    if whole < len(data):
-        os.truncate(path, whole)
