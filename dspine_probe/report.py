@@ -12,7 +12,7 @@ from pathlib import Path
 
 from plotly.offline import get_plotlyjs
 
-from dspine_probe.experiments.common.claims import OUTCOMES, VERDICTS, Claim
+from dspine_probe.experiments.common.claims import OUTCOMES, Claim
 from dspine_probe.experiments.common.records import versions
 from dspine_probe.experiments.registry import EXPERIMENTS
 from dspine_probe.experiments.reproduction import Reproduction
@@ -39,7 +39,7 @@ def lead(found: Reproduction) -> str | None:
     """The sentence that says whether a draft makes decoding faster; None if it was not measured."""
     for _, claim in found.claims():
         if claim.id == FASTER:
-            said = f"Decoding with a draft is faster: {VERDICTS[claim.holds]}. {claim.here}."
+            said = f"Decoding with a draft is faster: {claim.verdict.effect}. {claim.here}."
             return said + _AGREE[found.engines_agree]
     return None
 
@@ -68,13 +68,12 @@ def _body(found: Reproduction, sections: Mapping[str, Mapping[str, FigureBlock]]
 
 
 def _card(name: str, claim: Claim) -> str:
-    verdict = VERDICTS[claim.holds]
     rows = {"paper": claim.paper, "here": claim.here}
     listed = "".join(f"<dt>{term}</dt><dd>{escape(text)}</dd>" for term, text in rows.items())
     return (
         f'<article class="card"><h2>{escape(claim.claim)}</h2><dl>{listed}<dt>verdict</dt>'
-        f'<dd class="verdict">{verdict}</dd></dl><a href="#{name}">{escape(claim.id)}: figure and controls</a>'
-        "</article>\n"
+        f'<dd class="verdict">{escape(str(claim.verdict))}</dd></dl>'
+        f'<a href="#{name}">{escape(claim.id)}: figure and controls</a></article>\n'
     )
 
 

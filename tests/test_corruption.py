@@ -390,7 +390,7 @@ def table(gaps, slot=1):
     return CorruptionResult(rows.table(), {}, {"d": {}}, {"headline_slots": {"A": "1"}}, 0.0)
 
 
-def test_the_claim_holds_only_against_every_place():
+def test_a_place_that_costs_as_much_leaves_the_finding_unsettled():
     assert table([(-0.3, -0.2), (-0.3, -0.1)]).holds("d") is True
     assert table([(-0.3, -0.2), (-0.3, 0.1)]).holds("d") is None
     assert table([(-0.3, -0.2), (0.05, 0.1)]).holds("d") is False

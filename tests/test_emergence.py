@@ -437,7 +437,7 @@ def test_a_set_with_one_tested_prompt_has_no_interval():
     found = emergence(drafts, make_rows(8), sets=["a", "b"] * 4, config=config)
     assert found.data["test_prompts_by_set"] == {"a": 1, "b": 1}
     assert found.table["low"].isna().all() and found.table["high"].isna().all()
-    assert "(no interval)" in found.findings()[0] and found.claims()[0].holds is None
+    assert "(no interval)" in found.findings()[0] and found.claims()[0].verdict.effect == "undecided"
 
 
 def test_measured_the_same_whatever_mode_the_caller_is_in():

@@ -153,7 +153,7 @@ def test_the_experiment_is_a_command_a_line_of_the_ledger_and_a_section_of_the_r
 
     command("ledger", str(tmp_path / "out"), "--output", str(tmp_path / "claims.md"))
     ledger = (tmp_path / "claims.md").read_text()
-    assert f"{saved.claims()[0].here}. Verdict: **not decided**. From `{EXPERIMENT}.json`" in ledger
+    assert f"{saved.claims()[0].here}. Verdict: **{saved.claims()[0].verdict}**. From `{EXPERIMENT}.json`" in ledger
 
     alone = {EXPERIMENT: experiments.EXPERIMENTS[EXPERIMENT]}
     monkeypatch.setattr("dspine_probe.experiments.reproduction.EXPERIMENTS", alone)

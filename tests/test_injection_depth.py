@@ -405,7 +405,7 @@ def test_depth_sorts_as_a_number_in_deep_drafts(measured):
         (
             "injection_depth_seeds",
             8,
-            "dflash, depths 1, 2 − depths 4, 5, 3 seeds: -0.3 points (-0.9, +0.3), n = 6720 slots of held-out prompts",
+            "dflash, depths 1, 2 − depths 4, 5, 3 seeds: -0.3 points (-1.2, +0.6), n = 6720 slots of held-out prompts",
             [True, *[None] * 10],
         ),
     ],
@@ -413,6 +413,6 @@ def test_depth_sorts_as_a_number_in_deep_drafts(measured):
 def test_shipped_results_say_what_they_said_when_they_were_measured(name, sentences, here, passed):
     shipped = InjectionDepthResult.load(data_dir() / "results" / name)
     (claim,) = shipped.claims()
-    assert claim.holds is None and claim.here == here
+    assert claim.verdict.effect.startswith("negligible") and claim.here == f"frozen {here}"
     assert [control.passed for control in claim.controls] == passed
     assert len(shipped.findings()) == sentences

@@ -14,6 +14,7 @@ from dspine_probe.experiments.acceptance import AcceptanceCounts, AcceptanceResu
 from dspine_probe.experiments.common.claims import PUBLISHED, Claim, Control
 from dspine_probe.experiments.common.intervals import Estimate
 from dspine_probe.experiments.common.rows import RowBuilder
+from dspine_probe.experiments.common.verdicts import ClaimVerdict
 from dspine_probe.experiments.emergence import EmergenceResult
 from dspine_probe.experiments.ledger import Filed, collect, render, write_ledger
 
@@ -93,7 +94,7 @@ def test_an_edited_result_changes_the_ledger(folder):
     table.to_csv(folder / "emergence.csv", index=False)
     final = render(collect(folder))
     assert "-30.0 points (-40.0, -20.0) at depth 1" in final and "-30.0 points" not in changed
-    assert "| does not hold |" in final and "| does not hold |" not in changed
+    assert "| reversed in 1 seed |" in final and "| reversed in 1 seed |" not in changed
 
 
 def test_published_claims_are_those_of_the_paper():
@@ -106,18 +107,20 @@ def test_acceptance_claims_the_ratio_and_how_far_it_carries():
     assert (
         f"= {float(result.counts.paired_ratio('b', 'a').value):.2f} (" in claim.here and "n = 6 prompts" in claim.here
     )
-    assert claim.holds is True and claim.controls[0] == Control(
+    assert claim.verdict == ("shown in 1 seed", "not measured", "larger") and claim.controls[0] == Control(
         "ahead in every set alone", "2 of 2 intervals above 1", True
     )
-    assert acceptance(gain=0).claims()[0].holds is None
-    assert acceptance(gain=-30).claims()[0].holds is False
+    assert acceptance(gain=0).claims()[0].verdict.effect == "negligible in 1 seed"
+    assert acceptance(gain=-30).claims()[0].verdict.effect == "reversed in 1 seed"
     assert acceptance(kinds=(DFLASH, DFLASH)).claims() == []
 
 
 def test_emergence_claims_hold_only_where_controls_could_tell():
     claim = emergence().claims()[0]
     assert (
-        claim.holds is True and "+20.0 points (+15.0, +25.0) at depth 2" in claim.here and "depth 3" not in claim.here
+        claim.verdict.effect == "shown in 1 seed"
+        and "+20.0 points (+15.0, +25.0) at depth 2" in claim.here
+        and "depth 3" not in claim.here
     )
     passed = {control.name: control.passed for control in claim.controls}
     assert passed == {
@@ -127,23 +130,27 @@ def test_emergence_claims_hold_only_where_controls_could_tell():
         "a draft trained with equal slot weights": None,
     }
     thin = emergence(prompts=1).claims()[0]
-    assert thin.holds is None and Control("test prompts in every set", "1 or more", False) in thin.controls
-    assert emergence(fall=0.04).claims()[0].holds is None
-    assert emergence(fall=-0.2).claims()[0].holds is False
+    assert (
+        thin.verdict.effect == "undecided" and Control("test prompts in every set", "1 or more", False) in thin.controls
+    )
+    assert emergence(fall=0.04).claims()[0].verdict.effect == "undecided"
+    assert emergence(fall=-0.2).claims()[0].verdict.effect == "reversed in 1 seed"
     assert emergence(gap=0.01).claims()[0].controls[0].passed is False
 
 
 def test_verdicts_controls_and_cells_are_spelled_out():
-    claim = Claim.on("P2", here="a | b\nc", controls=[("x", "y", False), ("z", "w", True)], holds=None, command="run")
-    text = render([Filed(claim, "some/where.json"), Filed(replace(claim, here="again", holds=False), "else.json")])
-    assert "| a \\| b c | not decided | 1 passed, 1 failed |" in text
+    open_, done = ClaimVerdict("undecided"), ClaimVerdict("shown", "reversed", "smaller")
+    controls = [("x", "y", False), ("z", "w", True)]
+    claim = Claim.on("P2", here="a | b\nc", controls=controls, verdict=open_, command="run")
+    text = render([Filed(claim, "some/where.json"), Filed(replace(claim, here="again", verdict=done), "else.json")])
+    assert "| a \\| b c | undecided | not measured | no published number | 1 passed, 1 failed |" in text
     assert "| x | y | failed |" in text and "| z | w | passed |" in text
-    assert "|  |  |  | again | does not hold |" in text and text.count("| P2 |") == 1, "said once"
+    assert "|  |  |  | again | shown | reversed | smaller |" in text and text.count("| P2 |") == 1, "said once"
 
 
 def test_claims_nobody_published_and_broken_results_are_refused(folder):
     with pytest.raises(UsageError, match="no published claim 'P9'; those in the ledger are faster, P0, P1"):
-        Claim.on("P9", here="", holds=None, command="")
+        Claim.on("P9", here="", verdict=ClaimVerdict("shown"), command="")
     with pytest.raises(UsageError, match="is not a folder"):
         collect(folder / "nowhere")
     (folder / "emergence.csv").write_text("draft,condition\nspine,trained\n")

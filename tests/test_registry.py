@@ -23,6 +23,7 @@ from dspine_probe.experiments.common.claims import Claim
 from dspine_probe.experiments.common.request import NothingToMeasure, Request, option
 from dspine_probe.experiments.common.rows import RowBuilder
 from dspine_probe.experiments.common.schema import Result
+from dspine_probe.experiments.common.verdicts import ClaimVerdict
 from dspine_probe.experiments.ledger import write_ledger
 from dspine_probe.experiments.registry import EXPERIMENTS, Experiment, imported
 from dspine_probe.experiments.reproduction import Reproduction, reproduce
@@ -47,7 +48,7 @@ class LengthResult(Result):
         return [f"Answers are {self.table['mean'][0]:.0f} {self.config['unit']} long."]
 
     def claims(self) -> list[Claim]:
-        return [Claim.on("AL", here=self.findings()[0], holds=None, command="toy")]
+        return [Claim.on("AL", here=self.findings()[0], verdict=ClaimVerdict("undecided"), command="toy")]
 
 
 def run(request: Request, config: LengthConfig) -> LengthResult:
@@ -135,7 +136,7 @@ def test_it_is_in_the_report_and_left_out_with_its_reason(toy: Experiment, targe
     found = reproduce(request)
     page, notes = report.write(found, tmp_path)
     text = page.read_text()
-    for said in ("How long answers are.", "Answers are 9 pieces long.", 'id="answer-length"', "not decided"):
+    for said in ("How long answers are.", "Answers are 9 pieces long.", 'id="answer-length"', "effect undecided"):
         assert said in text
     assert "<figcaption>How long.</figcaption>" in text and (tmp_path / "answer_length.csv").is_file()
     mute = reproduce(Request(target, {"mute": request.drafts["toy"]}, asked, max_new_tokens=9))

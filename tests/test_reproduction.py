@@ -15,7 +15,6 @@ from dspine_probe import report
 from dspine_probe.config import DFLASH, DSPINE
 from dspine_probe.errors import UsageError
 from dspine_probe.experiments.acceptance import AcceptanceResult
-from dspine_probe.experiments.common.claims import VERDICTS
 from dspine_probe.experiments.common.request import Request
 from dspine_probe.experiments.common.splits import part_sizes
 from dspine_probe.experiments.emergence import EmergenceConfig, EmergenceResult
@@ -85,7 +84,7 @@ def test_the_first_thing_said_is_whether_drafts_make_decoding_faster(found: Repr
     assert claim.id == "faster" and re.match(r"flash [\d.]+ \([\d.]+, [\d.]+\), spine", claim.here)
     said = report.lead(found)
     assert found.engines_agree is True and said is not None and "same tokens as the readable loop" in said
-    assert VERDICTS[claim.holds] in said and claim.here in said
+    assert claim.verdict.effect in said and claim.here in said
     text = page.read_text(encoding="utf-8")
     assert text.index('class="lead"') < text.index('class="card"') < text.index("<section")
 
@@ -94,7 +93,7 @@ def test_every_claim_has_a_card_in_the_ledgers_words_that_leads_to_its_section(f
     text, parsed = page.read_text(encoding="utf-8"), Page(page)
     assert len(parsed.having("class", "card")) == len(found.claims()) >= 3
     for name, claim in found.claims():
-        assert escape(claim.claim) in text and f'class="verdict">{VERDICTS[claim.holds]}' in text
+        assert escape(claim.claim) in text and f'class="verdict">{claim.verdict}' in text
         assert parsed.having("href", f"#{name}") and len(parsed.having("id", name)) == 1
 
 

@@ -18,22 +18,27 @@ RESULTS = Path(__file__).parents[1] / "data" / "results"
 
 
 @pytest.mark.parametrize(
-    ("folder", "here", "holds", "passed"),
+    ("folder", "here", "verdict", "passed"),
     [
-        ("corruption", "dflash -28.7 points (-31.6, -25.5), n = 140 prompts; dspine -32.5 points", True, 11),
-        ("corruption_seeds", "dflash-1 -17.3 points (-19.9, -14.8), n = 140 prompts; dflash-2 -14.8 points", False, 15),
-        ("corruption_seeds_102400", "dflash-1 -17.9 points (-20.8, -14.9), n = 140 prompts; dflash-2 -21.9", False, 8),
+        (
+            "corruption",
+            "dflash -28.7 points (-31.6, -25.5); dspine -32.5 points (-35.7, -29.3), n = 140 prompts",
+            ("shown in 1 seed", "shown in 1 seed", "dflash smaller, dspine as published"),
+            11,
+        ),
+        ("corruption_seeds", "over 3 seeds (-14.6, -17.3, -14.8), n =", ("shown", "undecided", "smaller"), 15),
+        ("corruption_seeds_102400", "(-17.9, -21.9), n =", ("shown in 2 seeds", "undecided", "smaller"), 8),
     ],
-)  # fmt: skip
-def test_corruption_says_what_was_measured(folder, here, holds, passed):
+)
+def test_corruption_says_what_was_measured(folder, here, verdict, passed):
     result = CorruptionResult.load(RESULTS / folder)
     (claim,) = result.claims()
-    assert here in claim.here and claim.holds is holds
+    assert here in claim.here and claim.verdict == verdict
     assert sum(control.passed is True for control in claim.controls) == passed
     for draft in result.drafts:
         (cost,) = result.cost(draft)["mean"]
-        for part in (result.findings(), [claim.here]):
-            assert any(draft in sentence and f"{100 * cost:+.1f} points" in sentence for sentence in part)
+        assert any(draft in said and f"{100 * cost:+.1f} points" in said for said in result.findings())
+        assert f"{100 * cost:+.1f}" in claim.here
 
 
 def test_seeds_are_said_by_the_record_and_not_by_names():
@@ -53,7 +58,8 @@ def test_speed_says_what_was_measured(folder, here, accounted):
     result = SpeedResult.load(RESULTS / folder)
     faster, claim = result.claims()
     assert faster.id == "faster" and "dspine 1.4" in faster.here
-    assert here in claim.here and claim.holds is True and result.same_tokens
+    assert faster.verdict[:2] == ("shown", "shown") and claim.verdict.effect == "undecided"
+    assert here in claim.here and result.same_tokens
     assert claim.controls[1].outcome == f"{accounted} of the predicted speedup"
     assert claim.here in result.findings()
 
@@ -85,7 +91,8 @@ def test_acceptance_says_what_was_measured():
     result = AcceptanceResult.load(RESULTS / "acceptance_public")
     (claim,) = result.claims()
     assert "dspine over dflash: 2.12 / 2.00 = 1.06 (1.05, 1.08), mean of 7 sets, n = 210 prompts" in claim.here
-    assert claim.holds is True and [control.passed for control in claim.controls] == [False, None]
+    assert claim.verdict == ("shown in 1 seed", "not measured", "smaller")
+    assert [control.passed for control in claim.controls] == [False, None]
     again = AcceptanceResult.of(result.counts, result.config, result.drafts)
     pd.testing.assert_frame_equal(again.table, result.table, rtol=1e-12)
     assert math.isclose(result.select(draft="dspine", metric="al", set="mean")["mean"].item(), 2.1218, abs_tol=1e-3)

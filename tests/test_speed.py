@@ -84,16 +84,16 @@ def test_sums_follow_from_the_runs():
     assert mean("spine", "trunk_ms") == pytest.approx(3) and mean("plain", "same_tokens") == 1
 
 
-def test_injection_pays_only_while_it_costs_less_than_it_brings():
+def test_what_injection_costs_stands_beside_what_it_brings():
     faster, claim = made().claims()
     assert faster.id == "faster" and "flash 1.33" in faster.here and "spine 1.43" in faster.here
-    assert claim.id == "speed" and claim.holds and "+1.00 ms, +6.7 % of a round" in claim.here
+    assert claim.id == "speed" and "+1.00 ms, +6.7 % of a round" in claim.here
     assert claim.here.endswith("1 thread, made up)")
     assert {control.name: control.passed for control in claim.controls}["the passes account for the time"]
-    _, dear = made(spine_trunk=0.002 + 0.26 * 0.015).claims()
-    assert not dear.holds
+    assert claim.verdict.effect == "undecided", "passes are timed without an interval"
+    assert faster.verdict[:2] == ("shown", "shown")
     slower, unequal = made(same=False).claims()
-    assert slower.holds is False, "other tokens are no speedup"
+    assert slower.verdict.specificity == "reversed", "other tokens are no speedup"
     assert False in {control.passed for control in unequal.controls}
     assert any("0 of 8 batches" in sentence for sentence in made(same=False).findings())
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dspine_probe.errors import ProbeError, UsageError
-from dspine_probe.experiments.common.claims import OUTCOMES, PUBLISHED, VERDICTS, Claim, Control, Published
+from dspine_probe.experiments.common.claims import OUTCOMES, PUBLISHED, Claim, Control, Published
 from dspine_probe.experiments.registry import EXPERIMENTS
 from dspine_probe.files import write_atomically
 
@@ -21,10 +21,11 @@ _INTRO = f"""# Claims ledger
 
 What the DSpine publication (arXiv 2609.36173) claims, and what was measured here. The paper's numbers are its authors';
 ours are on the embedded target and drafts hundreds of times smaller, trained on a CPU. They stand beside each other,
-never in place of each other. Parentheses hold 95 % intervals. A control that is "open" was reported without a bar to
-pass, or was not measured. Where several results speak to a claim, each has a row; drafts with a number in their
-name, and what else is not shipped, are made by the commands in [training.md](training.md). This file is written by
-`{COMMAND}` from `data/results/`; edit those, not this.
+never in place of each other. Parentheses hold 95 % intervals. A verdict has three parts, by rules that are fixed in
+[protocols.md](protocols.md): is the effect there, is it the claimed cause, is it as large as published. A control that
+is "open" was reported without a bar to pass, or was not measured. Where several results speak to a claim, each has a
+row; drafts with a number in their name, and what else is not shipped, are made by the commands in
+[training.md](training.md). This file is written by `{COMMAND}` from `data/results/`; edit those, not this.
 """
 
 
@@ -63,15 +64,15 @@ def collect(folder: str | Path) -> list[Filed]:
 
 def render(filed: Sequence[Filed]) -> str:
     """The ledger as Markdown: one table of all claims, then each claim with its controls."""
-    lines = [_INTRO, "| id | claim | paper | here | verdict | controls |", "|---|---|---|---|---|---|"]
+    lines = [_INTRO, "| id | claim | paper | here | effect | specificity | size | controls |", "|" + "---|" * 8]
     for published in PUBLISHED:
         mine = [one.claim for one in filed if one.claim.id == published.id]
         if not mine:
-            cells = (published.id, published.claim, published.paper, "not measured", "–", "–")
+            cells = (published.id, published.claim, published.paper, "not measured", "–", "–", "–", "–")
             lines.append(_row(cells))
         for number, c in enumerate(mine):
             said = ("", "", "") if number else (c.id, c.claim, c.paper)
-            lines.append(_row((*said, c.here, VERDICTS[c.holds], _tally(c.controls))))
+            lines.append(_row((*said, c.here, *c.verdict, _tally(c.controls))))
     for published in PUBLISHED:
         lines += _section(published, [one for one in filed if one.claim.id == published.id])
     return "\n".join(lines) + "\n"
@@ -91,7 +92,7 @@ def _section(published: Published, filed: Sequence[Filed]) -> list[str]:
         return [*lines, "", "Here: not measured."]
     for one in filed:
         claim = one.claim
-        lines += ["", f"Here: {claim.here}. Verdict: **{VERDICTS[claim.holds]}**. "]
+        lines += ["", f"Here: {claim.here}. Verdict: **{claim.verdict}**. "]
         lines[-1] += f"From `{one.source}`, made by `{claim.command}`."
         if claim.controls:
             lines += ["", "| control | outcome | |", "|---|---|---|"]

@@ -15,9 +15,10 @@ import pandas as pd
 
 from dspine_probe.config import DFLASH, DSPINE
 from dspine_probe.experiments.acceptance.counts import CONDITIONAL, METRICS, SURVIVAL, AcceptanceCounts, RequestCounts
-from dspine_probe.experiments.common.claims import Claim
+from dspine_probe.experiments.common.claims import Claim, published
 from dspine_probe.experiments.common.rows import RowBuilder
 from dspine_probe.experiments.common.schema import MEAN, Result
+from dspine_probe.experiments.common.verdicts import ClaimVerdict, Measurement, compare, judge
 from dspine_probe.experiments.common.wording import number, percent
 
 
@@ -97,6 +98,7 @@ class AcceptanceResult(Result):
     def _claim(self, spine: str, base: str) -> Claim:
         counts = self.counts
         found = counts.paired_ratio(spine, base)
+        gain, said = Measurement.of(found) - 1, published("AL")
         ahead = sum(bool(counts.paired_ratio(spine, base, name).low > 1) for name in counts.sets)
         lengths = " / ".join(f"{float(counts.acceptance_length(name).value):.2f}" for name in (spine, base))
         firsts = " and ".join(f"{100 * self._first_slot(name)['mean']:.1f}" for name in (spine, base))
@@ -113,6 +115,6 @@ class AcceptanceResult(Result):
                 ),
                 ("slot 1 accepted", f"{firsts} %", None),
             ],
-            holds=True if found.low > 1 else False if found.high < 1 else None,
+            verdict=ClaimVerdict(judge(gain, said.smallest), size=compare(gain, said.number)),
             command=f"dspine-probe evaluate --draft {base} --draft {spine} --prompts FOLDER",
         )

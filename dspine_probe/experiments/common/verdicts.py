@@ -1,26 +1,30 @@
 """Verdicts on a claim in three parts: effect, specificity and size, by the rules of `docs/protocols.md`.
 
 `over_seeds` joins training seeds and prompts in one interval, `holm` widens the intervals of a family, `judge` and
-`compare` turn an interval into a word. All take and give `Measurement`s, whose printed interval is the one that is
-judged.
+`compare` turn an interval into a word, `best`, `worst` and `together` join words. All start from `Measurement`s, whose
+printed interval is the one that is judged.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, variance
-from typing import Literal
+from typing import Any, NamedTuple
 
+import torch
 from scipy import stats
 
 from dspine_probe.errors import UsageError
-from dspine_probe.experiments.common.intervals import LEVEL
+from dspine_probe.experiments.common.intervals import LEVEL, Estimate
+from dspine_probe.experiments.common.wording import counted, ends
 
-Judgement = Literal["shown", "negligible", "reversed", "undecided"]
-Size = Literal["as published", "smaller", "larger", "undecided", "no published number"]
+SHOWN, UNDECIDED, NEGLIGIBLE, REVERSED = "shown", "undecided", "negligible", "reversed"
+AS_PUBLISHED, SMALLER, LARGER, NO_NUMBER = "as published", "smaller", "larger", "no published number"
+NOT_MEASURED = "not measured"
 SEEDS_REQUIRED = 3
+_BEST_FIRST = (SHOWN, UNDECIDED, NEGLIGIBLE, REVERSED)
 
 
 @dataclass(frozen=True)
@@ -33,9 +37,10 @@ class Measurement:
     seeds: int = 1
 
     @classmethod
-    def from_interval(cls, value: float, low: float, high: float, *, seeds: int = 1) -> Measurement:
-        """From a 95 % interval that is close to normal, as a bootstrap over prompts gives it."""
-        return cls(value, (high - low) / (2 * float(stats.norm.ppf((1 + LEVEL) / 2))), seeds=seeds)
+    def of(cls, measured: Any) -> Measurement:
+        """From a row or an `Estimate` of one training, whose 95 % interval over prompts is close to normal."""
+        value, low, high = ends(measured)
+        return cls(value, (high - low) / (2 * float(stats.norm.ppf((1 + LEVEL) / 2))))
 
     def interval(self, level: float = LEVEL) -> tuple[float, float]:
         """Both ends of the t-interval."""
@@ -49,8 +54,31 @@ class Measurement:
             return float(self.value == 0)
         return float(2 * stats.t.sf(abs(self.value) / self.error, self.freedom))
 
+    @property
+    def estimate(self) -> Estimate:
+        """The value with its 95 % interval, to be written."""
+        low, high = self.interval()
+        return Estimate(*(torch.tensor(end, dtype=torch.float64) for end in (self.value, low, high)))
+
     def __neg__(self) -> Measurement:
         return Measurement(-self.value, self.error, self.freedom, self.seeds)
+
+    def __sub__(self, number: float) -> Measurement:
+        return Measurement(self.value - number, self.error, self.freedom, self.seeds)
+
+    def __truediv__(self, number: float) -> Measurement:
+        return Measurement(self.value / number, self.error / abs(number), self.freedom, self.seeds)
+
+
+class ClaimVerdict(NamedTuple):
+    """Three answers in words: is the effect there, is it the claimed cause, is it as large as published?"""
+
+    effect: str
+    specificity: str = NOT_MEASURED
+    size: str = NO_NUMBER
+
+    def __str__(self) -> str:
+        return f"effect {self.effect}; specificity {self.specificity}; size {self.size}"
 
 
 def over_seeds(each: Sequence[Measurement]) -> Measurement:
@@ -92,30 +120,48 @@ def holm(family: Sequence[Measurement], level: float = LEVEL) -> list[float]:
     return levels
 
 
-def judge(
-    measured: Measurement, smallest: float, *, level: float = LEVEL, seeds_required: int = SEEDS_REQUIRED
-) -> Judgement:
+def judge(measured: Measurement, smallest: float, *, level: float = LEVEL, seeds_required: int = SEEDS_REQUIRED) -> str:
     """Whether a positive effect of interest is there; turn the sign (`-measured`) for a claimed decrease.
 
-    smallest: the smallest effect of interest, positive.
+    smallest: the smallest effect of interest, positive. With fewer seeds than required the word is followed by their
+    number, as in "shown in 1 seed", and decides nothing.
     """
     if not smallest > 0:
         raise UsageError(f"the smallest effect of interest is {smallest}; give a positive number.")
     low, high = measured.interval(level)
-    if measured.seeds < seeds_required or math.isnan(low) or math.isnan(high):
-        return "undecided"
-    if -smallest < low and high < smallest or (low > 0 and measured.value < smallest):
-        return "negligible"
-    return "shown" if low > 0 else "reversed" if high < 0 else "undecided"
+    if math.isnan(low) or math.isnan(high) or low <= 0 <= high and not -smallest < low <= high < smallest:
+        return UNDECIDED
+    small = -smallest < low and high < smallest or (low > 0 and measured.value < smallest)
+    word = NEGLIGIBLE if small else SHOWN if low > 0 else REVERSED
+    return word if measured.seeds >= seeds_required else f"{word} in {counted(measured.seeds, 'seed')}"
 
 
-def compare(measured: Measurement, published: float | None, *, level: float = LEVEL) -> Size:
+def compare(measured: Measurement, published: float | None, *, level: float = LEVEL) -> str:
     """How the interval lies to the paper's number."""
     if published is None:
-        return "no published number"
+        return NO_NUMBER
     low, high = measured.interval(level)
     if math.isnan(low) or math.isnan(high) or low <= 0 <= high and low <= published <= high:
-        return "undecided"
+        return UNDECIDED
     if low <= published <= high:
-        return "as published"
-    return "smaller" if (published - measured.value) * math.copysign(1, published) > 0 else "larger"
+        return AS_PUBLISHED
+    return SMALLER if (published - measured.value) * math.copysign(1, published) > 0 else LARGER
+
+
+def best(words: Iterable[str]) -> str:
+    """The word nearest to "shown", where one of several measurements is enough."""
+    return min(words, key=_rank)
+
+
+def worst(words: Iterable[str]) -> str:
+    """The word farthest from "shown", where all of several measurements are needed."""
+    return max(words, key=_rank)
+
+
+def together(words: Mapping[str, str]) -> str:
+    """The word that all share, or each with its name."""
+    return words[next(iter(words))] if len({*words.values()}) == 1 else ", ".join(f"{n} {w}" for n, w in words.items())
+
+
+def _rank(word: str) -> int:
+    return _BEST_FIRST.index(word.split(" in ")[0])

@@ -1,8 +1,7 @@
 """The outcome of the corruption experiment and what it says (the columns of its table are described in `table.py`).
 
-Whether the paper's claim holds here is decided by protocol A with rank-2 tokens: for every draft, the anchor must cost
-slot 1 more than any earlier token does, by a paired interval that leaves out zero. Everything else is a control or a
-second opinion and is reported beside it.
+The claim is judged by protocol A with rank-2 tokens, a second reading of P1 in `docs/protocols.md`: what the anchor
+costs slot 1, and whether it costs more than any earlier token does. Everything else is a control, reported beside it.
 """
 
 from __future__ import annotations
@@ -12,8 +11,18 @@ from collections.abc import Callable, Iterator
 import pandas as pd
 
 from dspine_probe.config import DSPINE
-from dspine_probe.experiments.common.claims import Claim
+from dspine_probe.experiments.common.claims import Claim, published
 from dspine_probe.experiments.common.schema import MINUS, Result
+from dspine_probe.experiments.common.verdicts import (
+    NOT_MEASURED,
+    ClaimVerdict,
+    Measurement,
+    compare,
+    judge,
+    over_seeds,
+    together,
+    worst,
+)
 from dspine_probe.experiments.common.wording import number, percent, points
 from dspine_probe.experiments.corruption.protocols import CLEAN, NOISE, RERUN, ROW, UNEDITED, A, B, C
 from dspine_probe.experiments.corruption.replacements import MASK, RANK_2
@@ -26,6 +35,8 @@ PARENT_TOLERANCE = 0.003
 """By how much showing prefixes in training may change a draft that is shown none (share of tokens)."""
 RERUN_TOLERANCE, FAR_TOLERANCE = 0.01, 0.02
 """By how much an unedited re-run and the answer's first token may change slot 1 (share of tokens)."""
+SMALLEST_GAP = 0.02
+"""The smallest difference between the loss to the predecessor and to an earlier place that counts."""
 _HOW = {
     A: "anchor replaced, context intact",
     B: "prefix shown, its last token replaced",
@@ -80,15 +91,32 @@ class CorruptionResult(Result):
 
     def claims(self) -> list[Claim]:
         """The ledger's line on the claim P1."""
-        here = "; ".join(
-            f"{draft} {points(row)}, n = {self.data['answers']} prompts"
-            for draft in self.measured(A)
-            for _, row in self.cost(draft).iterrows()
-        )
-        verdicts = {self.holds(draft) for draft in self.measured(A)}
-        holds = True if verdicts == {True} else (False if False in verdicts else None)
-        text = f"slot 1 after a rank-2 anchor, protocol A: {here}"
-        return [Claim.on("P1", here=text, controls=list(self._controls()), holds=holds, command=COMMAND)]
+        families: dict[str, list[str]] = {}
+        for draft in self.measured(A):
+            families.setdefault(self.drafts[draft].get("family", draft), []).append(draft)
+        each = {name: self._verdict(seeds) for name, seeds in families.items()}
+        verdict = ClaimVerdict(*(together({name: words[part] for name, words in each.items()}) for part in range(3)))
+        losses = []
+        for name, seeds in families.items():
+            loss = points(over_seeds([Measurement.of(self.cost(seed).iloc[0]) for seed in seeds]).estimate)
+            by_seed = ", ".join(f"{100 * self.cost(seed).iloc[0]['mean']:+.1f}" for seed in seeds)
+            losses.append(f"{name} {loss}" + f" over {len(seeds)} seeds ({by_seed})" * (len(seeds) > 1))
+        here = f"{'; '.join(losses)}, n = {self.data['answers']} prompts"
+        text = f"second reading, slot 1 after a rank-2 anchor, protocol A: {here}"
+        return [Claim.on("P1", here=text, controls=list(self._controls()), verdict=verdict, command=COMMAND)]
+
+    def _verdict(self, seeds: list[str]) -> ClaimVerdict:
+        """Protocol A on drafts that are seeds of one another: the loss, and the loss beyond that of earlier places."""
+        by_seed = [self.headline(seed, A, kind=RANK_2, metric="change").set_index("site") for seed in seeds]
+        places = [site for site in by_seed[0].index if all(site in rows.index for rows in by_seed)]
+
+        def joined(site: str) -> Measurement:
+            return over_seeds([Measurement.of(rows.loc[[site]].iloc[0]) for rows in by_seed])
+
+        gaps = [judge(-joined(site), SMALLEST_GAP) for site in places if site.startswith(PREDECESSOR + MINUS)]
+        loss, said = joined(PREDECESSOR), published("P1")
+        specific = worst(gaps) if gaps else NOT_MEASURED
+        return ClaimVerdict(judge(-loss, said.smallest), specific, compare(loss, said.number))
 
     # ---- sentences
 

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import pandas as pd
 
-from dspine_probe.experiments.common.claims import Claim
+from dspine_probe.experiments.common.claims import Claim, published
 from dspine_probe.experiments.common.schema import MINUS, Result, each_row
+from dspine_probe.experiments.common.verdicts import UNDECIDED, ClaimVerdict, Measurement, holm, judge, together, worst
 from dspine_probe.experiments.common.wording import points
 from dspine_probe.experiments.emergence.controls import (
     ATTENTION_CUT,
@@ -22,19 +23,19 @@ COMMAND = "make reproduce"
 
 
 def claims(result: Result) -> list[Claim]:
-    """One line over all drafts; it holds if, for each, slots fall off at every shallow depth with matched labels.
+    """One line over all drafts: slots must fall off at every shallow depth with matched labels.
 
     With a single test prompt in a set nothing is decided.
     """
     fewest = min(result.data["test_prompts_by_set"].values())
-    held = {_holds(result, draft) if fewest > 1 else None for draft in result.drafts}
+    words = {draft: _effect(result, draft) if fewest > 1 else UNDECIDED for draft in result.drafts}
     here = "; ".join(_here(result, draft) for draft in result.drafts)
     setting = f"slot 1 − last slot, matched labels, n = {result.data['test_prompts']} held-out prompts"
     controls = [control for draft in result.drafts for control in _controls(result, draft)]
     controls.append(("test prompts in every set", f"{fewest} or more", fewest > 1))
     controls.append(("a draft trained with equal slot weights", "not measured", None))
-    holds = True if held == {True} else False if False in held else None
-    return [Claim.on("P0", here=f"{setting}: {here}", controls=controls, holds=holds, command=COMMAND)]
+    verdict = ClaimVerdict(together(words))
+    return [Claim.on("P0", here=f"{setting}: {here}", controls=controls, verdict=verdict, command=COMMAND)]
 
 
 def shallow(result: Result, metric: str, draft: str, setting: str = TRAINED) -> pd.DataFrame:
@@ -43,11 +44,11 @@ def shallow(result: Result, metric: str, draft: str, setting: str = TRAINED) -> 
     return rows[(rows["depth"] >= 1) & (rows["depth"] <= (rows["depth"].max() + 1) // 2)]
 
 
-def _holds(result: Result, draft: str) -> bool | None:
-    falls, trends = (shallow(result, metric, draft) for metric in ("top1_fall", "top1_trend"))
-    if (falls["low"] > 0).all() and (trends["high"] < 0).all():
-        return True
-    return False if (falls["high"] < 0).any() else None
+def _effect(result: Result, draft: str) -> str:
+    """The word at the shallow depth that speaks least for the claim; the depths are a family."""
+    family = [Measurement.of(row) for row in each_row(shallow(result, "top1_fall", draft))]
+    smallest = published("P0").smallest
+    return worst(judge(one, smallest, level=at) for one, at in zip(family, holm(family), strict=True))
 
 
 def _here(result: Result, draft: str) -> str:

@@ -12,8 +12,9 @@ from typing import Any, ClassVar
 
 import pandas as pd
 
-from dspine_probe.experiments.common.claims import Claim
+from dspine_probe.experiments.common.claims import Claim, published
 from dspine_probe.experiments.common.schema import MEAN, MINUS, Result
+from dspine_probe.experiments.common.verdicts import ClaimVerdict, Measurement, compare, judge, over_seeds
 from dspine_probe.experiments.common.wording import counted, number, points
 from dspine_probe.experiments.injection_depth.arms import ALL, MARKOV, contrasted
 from dspine_probe.experiments.injection_depth.table import (
@@ -175,11 +176,14 @@ class InjectionDepthResult(Result):
             controls += self._other_trunks(draft)
             controls += [(name, "not measured", None) for name in self._unmeasured(draft)]
             seeds = counted(len(self.members(draft)), "seed")
+            each = [self.rows(one, CONTRAST, predecessor=TRUE, arm=row["arm"]) for one in self.members(draft)]
+            gain, said = over_seeds([Measurement.of(one.iloc[0]) for one in each]), published("P2")
             yield Claim.on(
                 "P2",
-                here=f"{draft}, {row['arm']}, {seeds}: {points(row)}, n = {row['n']} slots of held-out prompts",
+                here=f"frozen {draft}, {row['arm']}, {seeds}: {points(gain.estimate)}, n = {row['n']} slots of "
+                "held-out prompts",
                 controls=controls,
-                holds=_sign(row),
+                verdict=ClaimVerdict(judge(gain, said.smallest), size=compare(gain, said.number)),
                 command=COMMAND,
             )
 

@@ -7,10 +7,10 @@ from typing import ClassVar
 
 import pandas as pd
 
-from dspine_probe.experiments.common.claims import Claim
+from dspine_probe.experiments.common.claims import Claim, published
 from dspine_probe.experiments.common.schema import Result, each_row
-from dspine_probe.experiments.common.verdicts import Judgement, Measurement, compare, judge, over_seeds
-from dspine_probe.experiments.common.wording import points
+from dspine_probe.experiments.common.verdicts import NOT_MEASURED, ClaimVerdict, Measurement, compare, judge, over_seeds
+from dspine_probe.experiments.common.wording import counted, points
 from dspine_probe.experiments.injection_depth.injectors import NOISE, TRANSFER
 from dspine_probe.experiments.joint_injection.objective import ALL_SLOTS, ONE_SLOT
 
@@ -18,9 +18,6 @@ DRAFT, HELD_OUT = "causal dflash", "held out"
 FACTORS = ("sites", "code", "given", "seed")
 TRUE, WRONG, GUESS = "true", "second choice", "own guess"
 ACCURACY, CONTRAST, OVER_NOISE, HISTORY = "accuracy", "shallow − late", "shallow − late, over noise", "all − one slot"
-PUBLISHED, SMALLEST = 0.148, 0.02
-"""The paper's gain of early over late injection, and the smallest that counts here (docs/protocols.md, P2)."""
-_HOLDS = {"shown": True, "negligible": False, "reversed": False, "undecided": None}
 _COMMAND = "dspine-probe probe joint-injection --arms ARMS --features FEATURES"
 
 
@@ -34,7 +31,7 @@ class JointInjectionResult(Result):
     def contrast(self, metric: str = CONTRAST, sites: str = ALL_SLOTS, code: str = TRANSFER) -> Measurement | None:
         """A contrast over all seeds, as a share; None if it was not measured."""
         rows = self.select(metric=metric, sites=sites, code=code)
-        each = [Measurement.from_interval(row["mean"], row["low"], row["high"]) for row in each_row(rows)]
+        each = [Measurement.of(row) for row in each_row(rows)]
         return over_seeds(each) if each else None
 
     def curve(self, sites: str = ALL_SLOTS, code: str = TRANSFER, given: str | None = None) -> pd.DataFrame:
@@ -43,9 +40,7 @@ class JointInjectionResult(Result):
         rows = rows[rows["slot"].str.contains("-") & rows["depth"].notna()]
         found = []
         for depth, part in rows.groupby("depth"):
-            joined = over_seeds(
-                [Measurement.from_interval(row["mean"], row["low"], row["high"]) for row in each_row(part)]
-            )
+            joined = over_seeds([Measurement.of(row) for row in each_row(part)])
             low, high = joined.interval()
             found.append({"depth": int(depth), "mean": joined.value, "low": low, "high": high})
         return pd.DataFrame(found, columns=["depth", "mean", "low", "high"])
@@ -66,25 +61,22 @@ class JointInjectionResult(Result):
         main = self.contrast()
         if main is None:
             return []
-        over_noise, alone = self.contrast(OVER_NOISE), self.contrast(CONTRAST, ONE_SLOT)
-        controls = []
-        for name, one in {"the same over noise": over_noise, "a code that only its own slot sees": alone}.items():
-            word: Judgement = "undecided" if one is None else judge(one, SMALLEST)
-            controls.append((name, "not measured" if one is None else f"{_worded(one)}, {word}", _HOLDS[word]))
-        blocks, size = self.config["plan"]["training"]["blocks"], compare(main, PUBLISHED)
+        said, over_noise, alone = published("P2"), self.contrast(OVER_NOISE), self.contrast(CONTRAST, ONE_SLOT)
+        specific = NOT_MEASURED if over_noise is None else judge(over_noise, said.smallest)
+        readings = {"the same over noise": over_noise, "a code that only its own slot sees": alone}
+        controls = [(name, NOT_MEASURED if one is None else _worded(one), None) for name, one in readings.items()]
+        blocks = self.config["plan"]["training"]["blocks"]
         return [
             Claim.on(
                 "P2",
                 here=f"draft and injector trained together on {blocks:,} blocks, codes in all slots, depth 1 − last: "
-                f"{_worded(main)}; size: {size}",
+                f"{_worded(main)}",
                 controls=controls,
-                holds=_HOLDS[judge(main, SMALLEST)],
+                verdict=ClaimVerdict(judge(main, said.smallest), specific, compare(main, said.number)),
                 command=_COMMAND,
             )
         ]
 
 
 def _worded(measured: Measurement) -> str:
-    low, high = measured.interval()
-    row = pd.Series({"mean": measured.value, "low": low, "high": high})
-    return f"{points(row)}, {measured.seeds} seed{'s' * (measured.seeds != 1)}"
+    return f"{points(measured.estimate)}, {counted(measured.seeds, 'seed')}"

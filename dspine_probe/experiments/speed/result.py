@@ -11,8 +11,18 @@ from collections.abc import Iterator
 import pandas as pd
 
 from dspine_probe.config import DFLASH, DSPINE
-from dspine_probe.experiments.common.claims import Claim
+from dspine_probe.experiments.common.claims import Claim, published
 from dspine_probe.experiments.common.schema import Result, each_row
+from dspine_probe.experiments.common.verdicts import (
+    REVERSED,
+    SHOWN,
+    UNDECIDED,
+    ClaimVerdict,
+    Measurement,
+    best,
+    holm,
+    judge,
+)
 from dspine_probe.experiments.common.wording import counted, number
 from dspine_probe.experiments.speed.table import ALL, FACTORS, PARTS, PLAIN
 from dspine_probe.sampling import GREEDY
@@ -62,7 +72,7 @@ class SpeedResult(Result):
         return [*self._faster(), *self._injection_cost()]
 
     def _faster(self) -> list[Claim]:
-        """Every draft against plain decoding, greedy, with the fewest prompts at once; it holds if one is faster."""
+        """Every draft against plain decoding, greedy, with the fewest prompts at once; one that is faster is enough."""
         rows = self.select(metric="speedup", sampling=GREEDY.label, rows=self.fewest, set=ALL)
         rows = rows[rows["draft"] != PLAIN]
         if rows.empty:
@@ -74,9 +84,11 @@ class SpeedResult(Result):
             f"{self.config['device']}, {counted(self.config['threads'], 'thread')}, {self.engines}"
         )
         controls = [("greedy answers are those of plain decoding", str(self.same_tokens).lower(), self.same_tokens)]
-        slower = bool((rows["high"] < 1).all()) or not self.same_tokens
-        holds = False if slower else True if (rows["low"] > 1).any() else None
-        return [Claim.on("faster", here=here, controls=controls, holds=holds, command=COMMAND)]
+        family = [Measurement.of(row) - 1 for row in each_row(rows)]
+        smallest = published("faster").smallest
+        words = [judge(one, smallest, level=at, seeds_required=1) for one, at in zip(family, holm(family), strict=True)]
+        verdict = ClaimVerdict(best(words), SHOWN if self.same_tokens else REVERSED)
+        return [Claim.on("faster", here=here, controls=controls, verdict=verdict, command=COMMAND)]
 
     def _injection_cost(self) -> list[Claim]:
         """What the injections cost, for the first DFlash and the first DSpine, greedy."""
@@ -108,7 +120,11 @@ class SpeedResult(Result):
             ),
             ("AL", ", ".join(f"{name} {number(length)}" for name, length in lengths.items()), None),
         ]
-        return [Claim.on("speed", here=here, controls=controls, holds=bool(longer > share), command=COMMAND)]
+        return [
+            Claim.on(
+                "speed", here=here, controls=controls, verdict=ClaimVerdict(UNDECIDED, size=UNDECIDED), command=COMMAND
+            )
+        ]
 
     def _findings(self) -> Iterator[str]:
         whole = self.select(set=ALL)
