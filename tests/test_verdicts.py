@@ -2,12 +2,22 @@
 
 import math
 
+import pandas as pd
 import pytest
 import torch
 from scipy import stats
 
 from dspine_probe.errors import UsageError
-from dspine_probe.experiments.common.verdicts import Measurement, compare, holm, judge, over_seeds
+from dspine_probe.experiments.common.verdicts import (
+    Measurement,
+    best,
+    compare,
+    holm,
+    judge,
+    over_seeds,
+    together,
+    worst,
+)
 
 
 def seeds(*values: float, error: float = 0.0) -> Measurement:
@@ -85,3 +95,17 @@ def test_nothing_to_judge_is_refused():
         over_seeds([])
     with pytest.raises(UsageError, match="positive"):
         judge(seeds(1.0, 2.0, 3.0), 0.0)
+
+
+def test_one_training_keeps_the_interval_that_it_was_measured_with():
+    row = pd.Series({"mean": 1.06, "low": 1.05, "high": 1.08})
+    gain = Measurement.of(row) - 1
+    assert gain.interval() == pytest.approx((0.05, 0.08)) and (-gain).interval() == pytest.approx((-0.08, -0.05))
+    assert (gain / 2).interval() == pytest.approx((0.025, 0.04))
+    assert judge(gain, 0.02) == "shown in 1 seed" and judge(gain, 0.02, seeds_required=1) == "shown"
+
+
+def test_words_are_joined():
+    words = {"a": "shown in 1 seed", "b": "undecided"}
+    assert best(words.values()) == "shown in 1 seed" and worst(words.values()) == "undecided"
+    assert together(words) == "a shown in 1 seed, b undecided" and together({"a": "shown", "b": "shown"}) == "shown"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, variance
 from typing import Any, NamedTuple
 
@@ -29,23 +29,29 @@ _BEST_FIRST = (SHOWN, UNDECIDED, NEGLIGIBLE, REVERSED)
 
 @dataclass(frozen=True)
 class Measurement:
-    """A value with its standard error and degrees of freedom; seeds: how many trainings it is a mean of."""
+    """A value with its standard error and degrees of freedom.
+
+    seeds: how many trainings it is a mean of. skew: how far a bootstrap interval leans, from −1 (all of it below the
+    value) to 1.
+    """
 
     value: float
     error: float
     freedom: float = math.inf
     seeds: int = 1
+    skew: float = 0.0
 
     @classmethod
     def of(cls, measured: Any) -> Measurement:
-        """From a row or an `Estimate` of one training, whose 95 % interval over prompts is close to normal."""
+        """From a row or an `Estimate` of one training, with its 95 % interval over prompts."""
         value, low, high = ends(measured)
-        return cls(value, (high - low) / (2 * float(stats.norm.ppf((1 + LEVEL) / 2))))
+        skew = (high + low - 2 * value) / (high - low) if high > low else 0.0
+        return cls(value, (high - low) / (2 * float(stats.norm.ppf((1 + LEVEL) / 2))), skew=skew)
 
     def interval(self, level: float = LEVEL) -> tuple[float, float]:
-        """Both ends of the t-interval."""
+        """Both ends; at 95 %, of one training, those that it was made from."""
         half = float(stats.t.ppf((1 + level) / 2, self.freedom)) * self.error
-        return self.value - half, self.value + half
+        return self.value - half * (1 - self.skew), self.value + half * (1 + self.skew)
 
     @property
     def p(self) -> float:
@@ -61,13 +67,14 @@ class Measurement:
         return Estimate(*(torch.tensor(end, dtype=torch.float64) for end in (self.value, low, high)))
 
     def __neg__(self) -> Measurement:
-        return Measurement(-self.value, self.error, self.freedom, self.seeds)
+        return replace(self, value=-self.value, skew=-self.skew)
 
     def __sub__(self, number: float) -> Measurement:
-        return Measurement(self.value - number, self.error, self.freedom, self.seeds)
+        return replace(self, value=self.value - number)
 
     def __truediv__(self, number: float) -> Measurement:
-        return Measurement(self.value / number, self.error / abs(number), self.freedom, self.seeds)
+        """Over a positive number."""
+        return replace(self, value=self.value / number, error=self.error / number)
 
 
 class ClaimVerdict(NamedTuple):
