@@ -86,7 +86,7 @@ def load_joint(arm: JointArm, plan: JointPlan, target: Target, store: FeatureSto
     trained = {name for name, _ in objective.named_parameters()}
     if unexpected or trained & set(missing):
         raise UsageError(f"{place / WEIGHTS} does not fit this arm; delete {place} and train it again.")
-    return objective.eval().requires_grad_(False)
+    return objective.float().eval().requires_grad_(False)
 
 
 def _untrained(
