@@ -142,6 +142,7 @@ def test_the_contrast_is_paired_and_the_result_survives_the_disk(result: JointIn
     result.save(tmp_path)
     again = JointInjectionResult.load(tmp_path)
     (claim,) = again.claims()
+    assert claim == result.claims()[0], "before and after the disk"
     assert claim.verdict.effect in ("undecided", "negligible in 1 seed", "shown in 1 seed", "reversed in 1 seed")
     assert "1 seed" in claim.here and len(again.findings()) == 3
     assert by_depth(again).figure.data

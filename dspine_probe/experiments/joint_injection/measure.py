@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -129,7 +129,7 @@ def measure(
     _contrasts(rows, average, {arm: by_given[_own(arm)] for arm, by_given in found.items()})
     return JointInjectionResult(
         rows.table(),
-        config={"plan": plan, "seed": seed, "anchors_per_sequence": _PER_SEQUENCE},
+        config={"plan": asdict(plan), "seed": seed, "anchors_per_sequence": _PER_SEQUENCE},
         drafts={DRAFT: {"target": target.name, "block_size": plan.draft.block_size, "layers": plan.draft.layers}},
         data={"sequences": len(batches), "blocks": len(group), "features": store.fingerprint},
         seconds=time.monotonic() - began,
