@@ -9,6 +9,7 @@ import pytest
 from dspine_probe.decoding.clock import Timing
 from dspine_probe.experiments.acceptance import AcceptanceResult
 from dspine_probe.experiments.corruption import CorruptionResult
+from dspine_probe.experiments.joint_injection.table import JointInjectionResult
 from dspine_probe.experiments.speed import SpeedResult
 from dspine_probe.experiments.speed.costs import PassCosts
 from dspine_probe.experiments.speed.table import BatchRun, tabulate
@@ -96,3 +97,13 @@ def test_acceptance_says_what_was_measured():
     again = AcceptanceResult.of(result.counts, result.config, result.drafts)
     pd.testing.assert_frame_equal(again.table, result.table, rtol=1e-12)
     assert math.isclose(result.select(draft="dspine", metric="al", set="mean")["mean"].item(), 2.1218, abs_tol=1e-3)
+
+
+def test_joint_injection_says_what_was_measured():
+    result = JointInjectionResult.load(RESULTS / "joint_injection")
+    (claim,) = result.claims()
+    assert claim.here.endswith("depth 1 − last: +5.7 points (+5.0, +6.3), 3 seeds")
+    assert claim.verdict == ("shown", "not measured", "smaller")
+    each = result.select(metric="shallow − late")
+    curve = result.curve().set_index("depth")["mean"]
+    assert math.isclose(each["mean"].mean(), curve[1] - curve[5], abs_tol=1e-9)
