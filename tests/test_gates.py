@@ -6,7 +6,7 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 import torch
-from toy import BLOCK, D_MODEL, LAYERS, TAPS, seeded, toy_draft, toy_sequence
+from toy import BLOCK, LAYERS, TAPS, seeded, toy_draft, toy_sequence
 
 from dspine_probe.errors import UsageError
 from dspine_probe.experiments.common.arena import Arena
@@ -56,7 +56,7 @@ def toy_arena(draft, sets=("one", "one", "two", "two", "two")):
             said = draft.draft_greedy(context, answer.tokens[places][None], places[None])
         answer.tokens[places[0] + 1 : places[0] + 3] = said[0, :2]
         answer.tokens[places[-1] + 1 : places[-1] + 4] = said[-1, :3]
-    return Arena(answers, sets, anchors, SLOTS, {"target": "toy"})
+    return Arena(answers, sets, anchors, SLOTS, {"target": "toy", "taps": list(range(TAPS))})
 
 
 @pytest.fixture(scope="module")
@@ -274,17 +274,17 @@ def test_gates_end_to_end(spine, arena, result, tmp_path):
 def test_what_has_no_gates_or_does_not_fit_is_refused(spine, arena):
     with pytest.raises(UsageError, match="no draft"):
         gates({}, arena, TOKENIZER)
-    with pytest.raises(UsageError, match="'b' is a DFlash, which has no gates"):
+    with pytest.raises(UsageError, match="a DFlash has no gates"):
         gates({"b": toy_draft("dflash")}, arena, TOKENIZER)
     with pytest.raises(UsageError, match=r"cannot be clamped to \['2'\]"):
         gates({"a": spine}, arena, TOKENIZER, config=GatesConfig(clamps=("0", "2")))
-    with pytest.raises(UsageError, match="drafts 3 slots and the arena has 2"):
+    with pytest.raises(UsageError, match="drafts 3 slots, but .* blocks of 2"):
         gates({"a": spine}, replace(arena, slots=2), TOKENIZER)
     with pytest.raises(UsageError, match="walked_per_set is 1, but intervals need two"):
         GatesConfig(walked_per_set=1)
-    thin = tuple(replace(a, taps=a.taps[:, :D_MODEL]) for a in arena.answers)
-    with pytest.raises(UsageError, match=f"16 tap values a token and 'a' reads {TAPS * D_MODEL}"):
-        gates({"a": spine}, replace(arena, answers=thin), TOKENIZER)
+    taps = replace(arena, about={**arena.about, "taps": [0, 2]})
+    with pytest.raises(UsageError, match=r"'a' reads taps \[0, 1\] .* the arena holds taps \[0, 2\]"):
+        gates({"a": spine}, taps, TOKENIZER)
 
 
 def test_kinds_follow_the_spelling():

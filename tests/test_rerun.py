@@ -8,9 +8,10 @@ from test_arena import TAPS, tiny_arena
 from tiny import prompts, tiny_draft, tiny_target
 
 from dspine_probe.config import DFLASH
-from dspine_probe.drafts import Context
-from dspine_probe.errors import UsageError
-from dspine_probe.experiments.corruption.passes import exchanged, rows_of
+from dspine_probe.errors import ProbeError, UsageError
+from dspine_probe.experiments.corruption import replacements as module
+from dspine_probe.experiments.corruption.blocks import Edit, rerun
+from dspine_probe.experiments.corruption.passes import exchanged, stored
 from dspine_probe.experiments.corruption.replacements import (
     FREQUENCY,
     MASK,
@@ -22,7 +23,6 @@ from dspine_probe.experiments.corruption.replacements import (
     replacement_tokens,
     response_counts,
 )
-from dspine_probe.experiments.corruption.rerun import Edit, rerun
 
 TEXTS = [torch.tensor(ids) for ids in prompts(8) if len(ids) >= 9][:2]
 
@@ -54,37 +54,25 @@ def test_a_branch_is_the_edited_text_run_by_itself(kind):
             assert int(found.choice[row]) == int(target.logits(final[position]).argmax())
 
 
-def test_states_that_were_not_computed_are_refused():
-    target = tiny_target()
-    found = rerun(target, TEXTS, {Edit(0, 2, 5): 2}, TAPS)
-    for edit, position in ((Edit(0, 2, 5), 4), (Edit(0, 2, 5), 1), (Edit(0, 3, 5), 3)):
-        with pytest.raises(UsageError, match="was followed for"):
-            found.row(edit, position)
-    with pytest.raises(UsageError, match="stay inside"):
-        rerun(target, TEXTS, {Edit(0, 2, 5): len(TEXTS[0])}, TAPS)
-
-
 def test_exchanged_rows_are_those_of_the_edited_text_and_go_back():
     draft = tiny_draft(tiny_target(), DFLASH)
     generator = torch.Generator().manual_seed(0)
     taps = torch.randn(2, 6, draft.fc.in_features, generator=generator)
     context = draft.encode_context(taps)
     blocks = context.select(torch.tensor([1, 0, 1]))
-    before = [part.clone() for part in (*blocks.keys, *blocks.values)]
+    before = [part.clone() for part in stored(blocks)]
     edits = torch.tensor([0, 2, 2]), torch.tensor([4, 0, 5])
     new = torch.randn(3, draft.fc.in_features, generator=generator)
-    rows = draft.encode_context(new[:, None], start=edits[1])
+    rows = [part[:, 0] for part in stored(draft.encode_context(new[:, None], start=edits[1]))]
 
     edited = torch.stack([taps[1], taps[0], taps[1]])
     edited[edits] = new
     expected = draft.encode_context(edited)
     with pytest.raises(RuntimeError, match="inside"), exchanged(blocks, *edits, rows):
-        for found, wanted in zip((*blocks.keys, *blocks.values), (*expected.keys, *expected.values), strict=True):
+        for found, wanted in zip(stored(blocks), stored(expected), strict=True):
             torch.testing.assert_close(found, wanted)
         raise RuntimeError("inside")
-    assert all(torch.equal(*pair) for pair in zip(before, (*blocks.keys, *blocks.values), strict=True))
-    own: Context = rows_of(blocks, *edits)
-    assert torch.equal(own.keys[1][1, 0], blocks.keys[1][2, 0])
+    assert all(torch.equal(*pair) for pair in zip(before, stored(blocks), strict=True))
 
 
 def replacements(kinds, **changes):
@@ -136,11 +124,12 @@ def test_frequency_matches_stay_in_the_band_of_their_token_and_follow_its_shares
     torch.testing.assert_close(shares, torch.tensor([0, 0, 0, 11, 2, 3, 4]) / 20, atol=0.03, rtol=0)
 
 
-def test_counts_that_cannot_be_used_are_refused(tmp_path):
+def test_counts_that_cannot_be_used_are_refused(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match="two or more"):
         FrequencyBands.of(torch.tensor([0, 5, 0]))
-    with pytest.raises(UsageError, match="holds no corpus"):
-        response_counts(64, [tmp_path])
+    monkeypatch.setattr(module, "data_dir", lambda: tmp_path)
+    with pytest.raises(ProbeError, match="mixed is missing or damaged"):
+        response_counts(64)
 
 
 def test_the_shipped_corpora_count_every_response_token():

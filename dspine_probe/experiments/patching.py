@@ -6,7 +6,7 @@ sequence. No copy passes a layer that lies before its patch, and a layer's weigh
 
 Places are the hook points on the residual path (`places`): the stream itself, and what attention, MLP and injection add
 to it. Values come from anywhere: the cache of a clean run (denoising), of a corrupted one (noising), zeros (ablation).
-Entry points: `sweep`, `residual_sites`, `recovered`; `sweep_one_by_one` is the loop, kept as the reference.
+Entry points: `sweep`, `residual_sites`; `sweep_one_by_one` is the loop, kept as the reference.
 """
 
 from __future__ import annotations
@@ -89,21 +89,16 @@ def sweep(
     Raises:
         UsageError: a site does not lie on the residual path or in the block, lacks a value, or hooks are on.
     """
-    _refuse_hooks(draft)
     order = {name: place for place, name in enumerate(places(draft))}
     _check(draft, blocks, sites, values, order)
     chunk = max(1, most_rows // blocks.anchors.numel() - 1)
     by_place = sorted(range(len(sites)), key=lambda i: order[sites[i].name])
-    unpatched: Tensor | None = None
     found: dict[int, Tensor] = {}
     for start in range(0, len(by_place), chunk):
         part = by_place[start : start + chunk]
         scores = _scores(draft, blocks, [sites[i] for i in part], values, score)
-        unpatched = scores[0]
         found.update(zip(part, scores[1:], strict=True))
-    if unpatched is None:
-        raise UsageError("there is no site to patch; name one or more, for example residual_sites(draft).")
-    return SweepScores(unpatched, torch.stack([found[i] for i in range(len(sites))]))
+    return SweepScores(scores[0], torch.stack([found[i] for i in range(len(sites))]))
 
 
 @torch.no_grad()
@@ -125,21 +120,6 @@ def sweep_one_by_one(
     return torch.stack(scores)
 
 
-def recovered(
-    patched: Float[Tensor, "site block"],
-    unpatched: Float[Tensor, "block"],
-    goal: Float[Tensor, "block"],
-    *,
-    least: float,
-) -> Float[Tensor, "site block"]:
-    """How much of the way from `unpatched` to `goal` a patch goes: 0 none, 1 all of it.
-
-    NaN where the two lie closer than `least`: there is no way to go, and noise would be divided by nothing.
-    """
-    gap = goal - unpatched
-    return (patched - unpatched) / torch.where(gap.abs() < least, torch.nan, gap)
-
-
 @dataclass
 class _Streams:
     """The unpatched stream, copy 0, and behind it one copy for each site passed so far (indices in `started`)."""
@@ -152,10 +132,6 @@ class _Streams:
     @property
     def copies(self) -> int:
         return self.x.shape[2]
-
-    @property
-    def rows(self) -> Float[Tensor, "row slot d_model"]:
-        return self.x.flatten(0, 2)
 
     def advance(self, added: str, after: str, rows: Float[Tensor, "row slot d_model"]) -> None:
         """Move on to `rows`, the stream at `after`; patches at `added` replace what came to the stream since."""
@@ -181,17 +157,7 @@ def _scores(
     draft: Draft, blocks: Blocks, sites: Sequence[Site], values: Values, score: Score
 ) -> Float[Tensor, "site_and_one block *score"]:
     """One walk through the layers; first the unpatched scores, then those of every site in its order."""
-    streams = _walk(draft, blocks, sites, values)
-    hidden = draft.ln_final(streams.rows)[:, 1:]
-    block = torch.arange(blocks.anchors.numel(), device=hidden.device).repeat_interleave(streams.copies)
-    scores = score(hidden, block).unflatten(0, (-1, streams.copies)).transpose(0, 1)
-    place = torch.empty(len(sites), dtype=torch.long)
-    place[torch.tensor(streams.started)] = torch.arange(1, streams.copies)
-    return torch.cat([scores[:1], scores[place.to(scores.device)]])
-
-
-def _walk(draft: Draft, blocks: Blocks, sites: Sequence[Site], values: Values) -> _Streams:
-    width, context = draft.config.block_size, blocks.context
+    width = draft.config.block_size
     embedded = draft.embed_block(blocks.anchor_tokens, width)
     streams = _Streams(embedded.view(*blocks.anchors.shape, 1, *embedded.shape[1:]), sites, values)
     streams.fork("hook_embed")
@@ -201,9 +167,14 @@ def _walk(draft: Draft, blocks: Blocks, sites: Sequence[Site], values: Values) -
             tokens, anchors = (
                 each.repeat_interleave(streams.copies, dim=1) for each in (blocks.anchor_tokens, blocks.anchors)
             )
-            inputs = draft.block_inputs(context, tokens, anchors, width)
-            streams.advance(stage.added, stage.after, stage.step(streams.rows, inputs))
-    return streams
+            inputs = draft.block_inputs(blocks.context, tokens, anchors, width)
+            streams.advance(stage.added, stage.after, stage.step(streams.x.flatten(0, 2), inputs))
+    hidden = draft.ln_final(streams.x.flatten(0, 2))[:, 1:]
+    block = torch.arange(blocks.anchors.numel(), device=hidden.device).repeat_interleave(streams.copies)
+    scores = score(hidden, block).unflatten(0, (-1, streams.copies)).transpose(0, 1)
+    place = torch.empty(len(sites), dtype=torch.long)
+    place[torch.tensor(streams.started)] = torch.arange(1, streams.copies)
+    return torch.cat([scores[:1], scores[place.to(scores.device)]])
 
 
 def _row(site: Site) -> int:
@@ -212,6 +183,12 @@ def _row(site: Site) -> int:
 
 
 def _check(draft: Draft, blocks: Blocks, sites: Sequence[Site], values: Values, order: Mapping[str, int]) -> None:
+    if any(isinstance(module, HookPoint) and (module.fwd_hooks or module.bwd_hooks) for module in draft.modules()):
+        raise UsageError(
+            "hooks are on, and a sweep would let some of them act and pass others by; leave hooks() first."
+        )
+    if not sites:
+        raise UsageError("there is no site to patch; name one or more, for example residual_sites(draft).")
     width, d_model = draft.config.block_size, draft.config.hidden_size
     for site in sites:
         if site.name not in order:
@@ -220,18 +197,11 @@ def _check(draft: Draft, blocks: Blocks, sites: Sequence[Site], values: Values, 
             )
         if site.name not in values:
             raise UsageError(f"no value was given for {site.name}; cache it in the run that values come from.")
-        if not 0 <= _row(site) < values[site.name].shape[1] or site.slot >= width:
+        if _row(site) < 0 or site.slot >= width:
             raise UsageError(f"{site.name} has no slot {site.slot} in a block of {width} slots.")
-        wanted = (blocks.anchors.numel(), width - site.name.endswith("inject.hook_out"), d_model)
-        if tuple(values[site.name].shape) != wanted:
-            raise UsageError(
-                f"the values for {site.name} are {tuple(values[site.name].shape)}; these blocks need {wanted}."
-            )
-
-
-def _refuse_hooks(draft: Draft) -> None:
-    for module in draft.modules():
-        if isinstance(module, HookPoint) and (module.fwd_hooks or module.bwd_hooks):
-            raise UsageError(
-                "hooks are on, and a sweep would let some of them act and pass others by; leave hooks() first."
-            )
+        given, wanted = (
+            tuple(values[site.name].shape),
+            (blocks.anchors.numel(), width - site.slot + _row(site), d_model),
+        )
+        if given != wanted:
+            raise UsageError(f"the values for {site.name} are {given}; these blocks need {wanted}.")

@@ -11,13 +11,15 @@ from dspine_probe.errors import UsageError
 from dspine_probe.experiments.common.request import option
 from dspine_probe.experiments.corruption.replacements import FREQUENCY, KINDS, RANK_2, ZERO
 
+EARLIER, FARTHEST = (2, 3), 3
+"""Distances from the successor that are compared with the predecessor's, and the largest of them."""
+
 
 @dataclass(frozen=True)
 class CorruptionConfig:
-    """Kinds, places, sizes and seeds.
+    """Kinds, sizes and seeds.
 
     kinds: of replacement, at every place. message_kinds: of them, those sent in protocol C.
-    earlier: distances compared with the predecessor's, 2 or more.
     rerun: whether the target is re-run from a rank-2 token on up to the anchor: then all rows in between are exchanged
         too, and the target's own answer is known. Otherwise, and for other kinds, the edited row alone is exchanged.
     noise: whether a random vector as long as a rank-2 token's change is tried in every place too.
@@ -26,7 +28,6 @@ class CorruptionConfig:
 
     kinds: tuple[str, ...] = KINDS
     message_kinds: tuple[str, ...] = (RANK_2, FREQUENCY, ZERO)
-    earlier: tuple[int, ...] = (2, 3)
     rerun: bool = True
     noise: bool = True
     anchors_per_answer: int | None = None
@@ -36,24 +37,14 @@ class CorruptionConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if RANK_2 not in self.kinds or any(kind not in KINDS for kind in self.kinds):
-            raise UsageError(f"kinds are {list(self.kinds)}; give {RANK_2!r} and any of {list(KINDS[1:])}.")
-        extra = [kind for kind in self.message_kinds if kind not in self.kinds]
-        if extra:
-            raise UsageError(f"message_kinds has {extra}, but kinds are {list(self.kinds)}; add them there too.")
-        if list(self.earlier) != sorted(set(self.earlier)) or min(self.earlier, default=0) < 2:
+        if not {RANK_2, *self.message_kinds} <= {*self.kinds} <= {*KINDS}:
             raise UsageError(
-                f"earlier distances are {list(self.earlier)}; give one or more from 2 up, each once and ascending."
+                f"kinds are {list(self.kinds)}; give {RANK_2!r}, all of message_kinds {list(self.message_kinds)}, and "
+                f"any others of {list(KINDS)}."
             )
-        for name in ("anchors_per_answer", "decoded_per_set", "answers_per_batch"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"{name} is {value}; give 1 or more.")
-
-    @property
-    def farthest(self) -> int:
-        """The largest distance."""
-        return self.earlier[-1]
+        sizes = (self.anchors_per_answer, self.decoded_per_set, self.answers_per_batch)
+        if any(size is not None and size < 1 for size in sizes):
+            raise UsageError(f"anchors_per_answer, decoded_per_set and answers_per_batch are {sizes}; give 1 or more.")
 
     def reruns(self, kind: str) -> bool:
         """Whether edits of this kind are followed up to the anchor."""
@@ -62,15 +53,8 @@ class CorruptionConfig:
     @classmethod
     def fast(cls) -> Self:
         """A smaller run of protocols A and C: two anchors an answer, a misleading token and none at all."""
-        return cls(
-            kinds=(RANK_2, ZERO),
-            message_kinds=(RANK_2,),
-            rerun=False,
-            noise=False,
-            anchors_per_answer=2,
-            decoded_per_set=3,
-            answers_per_batch=20,
-        )
+        fewer = {"anchors_per_answer": 2, "decoded_per_set": 3, "answers_per_batch": 20}
+        return cls(kinds=(RANK_2, ZERO), message_kinds=(RANK_2,), rerun=False, noise=False, **fewer)
 
 
 @dataclass(frozen=True)

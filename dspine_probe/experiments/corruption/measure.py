@@ -14,7 +14,7 @@ place at once, by paired bootstrap intervals, in place of a correction and a sig
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -31,16 +31,19 @@ from dspine_probe.experiments.common.progress import Progress, Ticker
 from dspine_probe.experiments.common.records import draft_record, plain
 from dspine_probe.experiments.common.request import Request
 from dspine_probe.experiments.corruption.blocks import Replacements, prepare
-from dspine_probe.experiments.corruption.config import CorruptionConfig, CorruptionOptions
+from dspine_probe.experiments.corruption.config import FARTHEST, CorruptionConfig, CorruptionOptions
 from dspine_probe.experiments.corruption.passes import CorruptionRunner
 from dspine_probe.experiments.corruption.protocols import (
     CLEAN,
     A,
     AnchorProtocol,
     C,
+    Cell,
     CorruptionProtocol,
+    Fields,
     MessageProtocol,
     PrefixProtocol,
+    Sheets,
 )
 from dspine_probe.experiments.corruption.replacements import (
     FREQUENCY,
@@ -50,8 +53,8 @@ from dspine_probe.experiments.corruption.replacements import (
     response_counts,
 )
 from dspine_probe.experiments.corruption.result import CorruptionResult
-from dspine_probe.experiments.corruption.scores import Cell, Fields, Sheets
 from dspine_probe.experiments.corruption.table import CorruptionTable, slot_text
+from dspine_probe.experiments.probing.questions import refuse_misfit
 from dspine_probe.hooks import HookedDraft
 from dspine_probe.precision import Precision
 from dspine_probe.target import Target
@@ -98,25 +101,33 @@ def corruption(
         on_progress: called with (what was done, steps done, steps in all).
 
     Raises:
-        UsageError: drafts that do not fit the arena or each other, a set with fewer than two answers, a distance that
-            leads out of every answer, a fine-tuned draft without its parent, or a corruption that equals the clean
-            token.
+        UsageError: drafts that do not fit the arena or each other, a set with fewer than two answers, answers too
+            short for the farthest distance, a fine-tuned draft without its parent, or a corruption that equals the
+            clean token.
         ProbeError: something changed although it was exchanged for itself.
     """
     config, fine_tuned = config or CorruptionConfig(), fine_tuned or {}
     precision, started = precision or Precision.resolve(device=target.device), time.perf_counter()
-    arena = _thinned(arena, config.anchors_per_answer)
-    mask_token = _common_mask(drafts, fine_tuned, arena)
-    _refuse_arena(arena, config.farthest)
-    decoded = _decoded(arena, config.decoded_per_set)
+    if most := config.anchors_per_answer:  # spread evenly
+        kept = [a[torch.linspace(0, len(a) - 1, min(most, len(a))).round().long()] for a in arena.anchors]
+        arena = replace(arena, anchors=tuple(kept))
+    mask_token = _check(drafts, fine_tuned, arena)
+    by_set = [[i for i, name in enumerate(arena.sets) if name == wanted] for wanted in arena.set_names]
+    decoded = sorted(i for members in by_set for i in members[: config.decoded_per_set])
     steps = -(-len(arena.order) // config.answers_per_batch) * (1 + len(drafts) + len(fine_tuned))
     tick, table = Ticker(on_progress, steps + 2 * len(drafts)), CorruptionTable(arena, config)
     with torch.no_grad(), precision.matmul():
         replacements = _replacements(target, arena, mask_token, counts, config)
         found, tried = _measure(drafts, fine_tuned, target, arena, replacements, config, tick)
         table.add_all(found)
+        answers = [arena.answers[i] for i in decoded]
         for name, draft in drafts.items():
-            table.acceptance(name, arena, decoded, _decode(name, draft, arena, decoded, replacements, tick))
+            rounds = {}
+            for kind, shown in ((CLEAN, None), (RANK_2, [replacements[RANK_2][i] for i in decoded])):
+                walked = simulate_rounds(draft, answers, anchor_override=shown)
+                rounds[kind] = torch.tensor([len(one.anchors) for one in walked])
+                tick(f"{name}: decoded with {kind} anchors")
+            table.acceptance(name, arena, decoded, rounds)
     return CorruptionResult(
         table=table.rows.table(),
         config=plain(config) | precision.record(),
@@ -134,23 +145,6 @@ def corruption(
     )
 
 
-# ---- what is measured on
-
-
-def _thinned(arena: Arena, most: int | None) -> Arena:
-    """The arena with at most so many anchors an answer, spread evenly."""
-    if most is None:
-        return arena
-    kept = [a[torch.linspace(0, len(a) - 1, min(most, len(a))).round().long()] for a in arena.anchors]
-    return replace(arena, anchors=tuple(kept))
-
-
-def _decoded(arena: Arena, most: int | None) -> list[int]:
-    """The answers that are decoded: the first few of every set."""
-    by_set = [[i for i, name in enumerate(arena.sets) if name == wanted] for wanted in arena.set_names]
-    return sorted(i for members in by_set for i in members[:most])
-
-
 def _replacements(
     target: Target, arena: Arena, mask_token: int, counts: Int[Tensor, "vocab"] | None, config: CorruptionConfig
 ) -> Replacements:
@@ -165,9 +159,6 @@ def _replacements(
         for answer in arena.answers
     ]
     return {kind: [one[kind] for one in found] for kind in config.kinds}
-
-
-# ---- what is done
 
 
 def _measure(
@@ -218,55 +209,30 @@ def _measure(
     }, tried
 
 
-def _decode(
-    name: str, draft: Draft, arena: Arena, decoded: Sequence[int], replacements: Replacements, tick: Ticker
-) -> dict[str, Int[Tensor, "answer"]]:
-    """Rounds that the answers `decoded` take with true anchors and with a rank-2 token shown as every anchor."""
-    answers, rounds = [arena.answers[i] for i in decoded], {}
-    for kind, shown in ((CLEAN, None), (RANK_2, [replacements[RANK_2][i] for i in decoded])):
-        found = simulate_rounds(draft, answers, anchor_override=shown)
-        rounds[kind] = torch.tensor([len(one.anchors) for one in found])
-        tick(f"{name}: decoded with {kind} anchors")
-    return rounds
-
-
-# ---- refusals
-
-
-def _common_mask(drafts: Mapping[str, Draft], fine_tuned: Mapping[str, Draft], arena: Arena) -> int:
-    """The mask token of all drafts, which must be made for the arena's blocks and taps."""
+def _check(drafts: Mapping[str, Draft], fine_tuned: Mapping[str, Draft], arena: Arena) -> int:
+    """The mask token of all drafts, which must fit the arena and each other."""
     if not drafts:
         raise UsageError("no draft was given; name one or more.")
-    orphans = [name for name in fine_tuned if name not in drafts]
-    if orphans:
-        raise UsageError(
-            f"the fine-tuned {orphans[0]!r} has no parent among the drafts {list(drafts)}; give both one name."
-        )
-    taps = list(arena.about["taps"])
-    for name, draft in [*drafts.items(), *fine_tuned.items()]:
-        config = draft.config
-        if list(config.target_layer_ids) != taps or config.num_slots != arena.slots:
+    for name in fine_tuned:
+        if name not in drafts:
             raise UsageError(
-                f"{name!r} reads taps {list(config.target_layer_ids)} and drafts {config.num_slots} slots, but the "
-                f"arena holds taps {taps} and blocks of {arena.slots}; build an arena for this draft."
+                f"the fine-tuned {name!r} has no parent among the drafts {list(drafts)}; give both one name."
             )
+    for name, draft in [*drafts.items(), *fine_tuned.items()]:
+        refuse_misfit(name, draft, arena)
     masks = {draft.config.mask_token_id for draft in (*drafts.values(), *fine_tuned.values())}
     if len(masks) > 1:
         raise UsageError(f"the drafts have different mask tokens {sorted(masks)}; compare drafts that share one.")
-    return masks.pop()
-
-
-def _refuse_arena(arena: Arena, farthest: int) -> None:
     for name in arena.set_names:
-        count = arena.sets.count(name)
-        if count < 2:
+        if arena.sets.count(name) < 2:
             raise UsageError(
-                f"the set {name!r} has {count} answer; intervals need two or more, so add one or leave the set out."
+                f"the set {name!r} has 1 answer; intervals need two or more, so add one or leave the set out."
             )
     pairs = zip(arena.answers, arena.anchors, strict=True)
     reach = max(int(anchors.max()) + 1 - answer.prompt_length for answer, anchors in pairs)
-    if farthest > reach:
+    if reach < FARTHEST:
         raise UsageError(
-            f"no answer has a token {farthest} places before a successor; the longest way back is {reach}, so give "
-            f"distances up to that."
+            f"no answer has a token {FARTHEST} places before a successor; the longest way back is {reach}, so give "
+            "longer answers or later anchors."
         )
+    return masks.pop()

@@ -7,7 +7,7 @@ has.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -23,8 +23,8 @@ from dspine_probe.experiments.corruption.replacements import RANK_2, ZERO, embed
 from dspine_probe.experiments.emergence.readings import Hooks
 from dspine_probe.hooks import HookedDraft
 
-Rows = tuple[Int[Tensor, "edit"], Int[Tensor, "edit"], Context]
-"""Blocks, positions in them, and the context rows to put there; no pair of block and position may occur twice."""
+Rows = tuple[Int[Tensor, "edit"], Int[Tensor, "edit"], Sequence[Tensor]]
+"""Blocks, positions in them, and what to put there in each of `stored`; no pair of block and position occurs twice."""
 
 
 class CorruptionRunner:
@@ -41,8 +41,6 @@ class CorruptionRunner:
         self.anchors = group.anchors.to(self.device)[:, None]
         reruns = group.reruns
         self.edited = self.draft.encode_context(reruns.taps[:, None].to(weight), start=reruns.positions.to(self.device))
-
-    # ---- passes
 
     def hidden(
         self,
@@ -75,18 +73,12 @@ class CorruptionRunner:
         """Scores of the slots in `slots` (0 is slot 1)."""
         return self.draft.logits(hidden[:, 1:][:, slots].contiguous())
 
-    # ---- context rows
-
-    def rerun_rows(self, kind: str, distance: Distance, *, whole: bool) -> Rows:
-        """Rows of the edited text: that of the edited token, or all from it to the anchor."""
-        block, position, row = (part.to(self.device) for part in self.group.rows(kind, distance, whole=whole))
-        keys, values = (tuple(part[row] for part in parts) for parts in (self.edited.keys, self.edited.values))
-        return block, position, Context(keys, values)
-
-    def own_rows(self, kind: str, distance: Distance, *, whole: bool) -> Rows:
-        """The same places with what stands there anyway."""
-        block, position, _ = (part.to(self.device) for part in self.group.rows(kind, distance, whole=whole))
-        return block, position, rows_of(self.context, block, position)
+    def rows(self, kind: str, distance: Distance, *, whole: bool, own: bool = False) -> Rows:
+        """Rows of the edited text, that of the edited token or all up to the anchor; or what stands there anyway."""
+        block, position, row = self.group.rows(kind, distance, whole=whole).to(self.device)
+        if own:
+            return block, position, [part[block, position] for part in stored(self.context)]
+        return block, position, [part[row, 0] for part in stored(self.edited)]
 
     def noise_rows(self, distance: Distance, generator: torch.Generator) -> Rows:
         """The clean row plus random noise that is, in every tap, as long as the change that a rank-2 token makes."""
@@ -94,10 +86,9 @@ class CorruptionRunner:
         clean = self.group.taps[self.group.text[block], position]
         change = (self.group.reruns.taps[row] - clean).unflatten(1, (-1, self.draft.config.hidden_size))
         noisy = (clean + as_long_as(change, generator).flatten(1)).to(self.draft.fc.weight)
-        position = position.to(self.device)
-        return block.to(self.device), position, self.draft.encode_context(noisy[:, None], start=position)
-
-    # ---- vectors
+        block, position = block.to(self.device), position.to(self.device)
+        encoded = self.draft.encode_context(noisy[:, None], start=position)
+        return block, position, [part[:, 0] for part in stored(encoded)]
 
     def codes(self, tokens: Int[Tensor, "*place"]) -> Float[Tensor, "*place rank"]:
         """What a token sends to its successor in a draft with codes, √rank long; a zero vector for NOTHING."""
@@ -110,37 +101,33 @@ class CorruptionRunner:
         tables = [lambda tokens: embed(self.draft.embedding, tokens)]
         tables += [] if self.draft.codes is None else [self.codes]
         shown = [table(own) + as_long_as(table(other) - table(own), generator) for table in tables]
-        return show_anchor(self.draft, *shown)
+        return _show_anchor(self.draft, *shown)
 
 
-def rows_of(context: Context, block: Int[Tensor, "edit"], position: Int[Tensor, "edit"]) -> Context:
-    """Single rows of a context, each a context of length 1."""
-    return Context(
-        tuple(k[block, position][:, None] for k in context.keys),
-        tuple(v[block, position][:, None] for v in context.values),
-    )
+def stored(context: Context) -> Sequence[Float[Tensor, "block position head d_head"]]:
+    """Keys, then values of every layer."""
+    return (*context.keys, *context.values)
 
 
 @contextmanager
 def exchanged(
-    context: Context, block: Int[Tensor, "edit"], position: Int[Tensor, "edit"], rows: Context
+    context: Context, block: Int[Tensor, "edit"], position: Int[Tensor, "edit"], rows: Sequence[Tensor]
 ) -> Iterator[None]:
-    """Row `position[e]` of block `block[e]` is `rows[e]` while this lasts.
+    """Row `position[e]` of block `block[e]` is row e of `rows` while this lasts, in each of `stored(context)`.
 
     The context is written to in place and restored, because copying it would cost as much as a pass of the draft.
     """
-    before = rows_of(context, block, position)
-    _write(context, block, position, rows)
+
+    def write(values: Sequence[Tensor]) -> None:
+        for part, new in zip(stored(context), values, strict=True):
+            part[block, position] = new
+
+    before = [part[block, position] for part in stored(context)]
+    write(rows)
     try:
         yield
     finally:
-        _write(context, block, position, before)
-
-
-@torch.no_grad()
-def _write(context: Context, block: Tensor, position: Tensor, rows: Context) -> None:
-    for old, new in zip((*context.keys, *context.values), (*rows.keys, *rows.values), strict=True):
-        old[block, position] = new[:, 0]
+        write(before)
 
 
 def as_long_as(change: Float[Tensor, "*place size"], generator: torch.Generator) -> Float[Tensor, "*place size"]:
@@ -149,36 +136,31 @@ def as_long_as(change: Float[Tensor, "*place size"], generator: torch.Generator)
     return noise.to(change) * change.norm(dim=-1, keepdim=True)
 
 
-def show_anchor(
+def hide(draft: Draft, slot: int) -> Hooks:
+    """Hooks after which nothing stands in a slot of the block: a zero embedding and, for the anchor, a zero code."""
+    zero = draft.embedding.new_zeros(draft.config.hidden_size)
+    if slot == 0:
+        return _show_anchor(draft, zero, None if draft.codes is None else torch.zeros_like(draft.codes[0]))
+    return [("hook_embed", _put(zero, slot))]
+
+
+def send(draft: Draft, messages: Tensor, slots: int | slice = slice(None)) -> list[Any]:
+    """Hooks after which draft slots (0 is slot 1) receive `messages` [block, draft_slot, rank] in every layer."""
+    seams = [name for name in draft.code_seams if not name.startswith(draft.late_seams)]
+    put = _put(messages, slots)
+    return [(f"blocks.{layer}.{name}", put) for layer in range(len(draft.blocks)) for name in seams]
+
+
+def _show_anchor(
     draft: Draft, embedding: Float[Tensor, "*block d_model"], code: Float[Tensor, "*block rank"] | None = None
 ) -> Hooks:
     """Hooks after which slot 0 holds `embedding`, and slot 1 of a draft with codes receives `code` wherever it does."""
     hooks: list[Any] = [("hook_embed", _put(embedding, 0))]
     if code is not None:
-        hooks += _receive(draft, code, 0)
-        # There, one row a candidate.
+        # In the late seams, one row a candidate.
         late = [name for name in draft.code_seams if name.startswith(draft.late_seams)]
-        hooks += [(name, _put(code[..., None, :], 0)) for name in late]
+        hooks += send(draft, code, 0) + [(name, _put(code[..., None, :], 0)) for name in late]
     return hooks
-
-
-def hide(draft: Draft, slot: int) -> Hooks:
-    """Hooks after which nothing stands in a slot of the block: a zero embedding and, for the anchor, a zero code."""
-    zero = draft.embedding.new_zeros(draft.config.hidden_size)
-    if slot == 0:
-        return show_anchor(draft, zero, None if draft.codes is None else torch.zeros_like(draft.codes[0]))
-    return [("hook_embed", _put(zero, slot))]
-
-
-def send(draft: Draft, messages: Float[Tensor, "block draft_slot rank"]) -> Hooks:
-    """Hooks after which slots 1…T receive `messages` in every layer."""
-    return _receive(draft, messages, slice(None))
-
-
-def _receive(draft: Draft, code: Tensor, slots: int | slice) -> list[Any]:
-    """Hooks after which draft slots receive `code` in every layer."""
-    seams = [name for name in draft.code_seams if not name.startswith(draft.late_seams)]
-    return [(f"blocks.{layer}.{name}", _put(code, slots)) for layer in range(len(draft.blocks)) for name in seams]
 
 
 def _put(value: Tensor, slots: int | slice) -> Any:

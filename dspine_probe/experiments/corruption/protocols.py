@@ -14,28 +14,86 @@ not pass anything backwards.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from dspine_probe.drafts import Draft
 from dspine_probe.errors import ProbeError
 from dspine_probe.experiments.corruption.blocks import FIRST, OWN, UNKNOWN, Distance
-from dspine_probe.experiments.corruption.config import CorruptionConfig
+from dspine_probe.experiments.corruption.config import EARLIER, FARTHEST, CorruptionConfig
 from dspine_probe.experiments.corruption.passes import CorruptionRunner, as_long_as, send
 from dspine_probe.experiments.corruption.replacements import RANK_2
-from dspine_probe.experiments.corruption.scores import Cell, Judge, Sheets
 
 A, B, C = "A", "B", "C"
 TOKEN, ROW, RERUN, MESSAGE = "token", "row", "rerun", "message"
 UNEDITED, NOISE, CLEAN = "unedited", "noise", "clean"
 """Beside the kinds: the text re-run unchanged; a random vector as long as a rank-2 token's change; no edit at all."""
+FIELDS = ("clean_hit", "hit", "clean_logp", "logp", "kl", "clean_follow", "follow", "moved")
+"""Per slot, clean and corrupted: true token picked; its log-probability (nats; NaN if the draft cannot propose it);
+KL(clean ‖ corrupted), nats; the target's own choice in the corrupted text picked; whether that choice is another."""
+Fields = Float[Tensor, "field block draft_slot"]
+NAN = float("nan")
 
 
-def site(distance: Distance) -> str:
-    """How tables call the corrupted token's place, seen from its successor t."""
-    return "first" if distance is FIRST else f"t−{distance}"
+class Cell(NamedTuple):
+    """A condition: protocol, place of the corrupted token, what was exchanged, and kind of corruption."""
+
+    protocol: str
+    site: str
+    edit: str
+    kind: str
+
+
+class Judge:
+    """Clean scores of some slots, with which corrupted ones are compared."""
+
+    def __init__(
+        self, draft: Draft, clean: Float[Tensor, "block draft_slot draft_vocab"], gold: Int[Tensor, "block draft_slot"]
+    ) -> None:
+        self.draft, self.gold = draft, gold
+        self.index = draft.to_index(gold)
+        self.probability = clean.softmax(-1)
+        self.pick, self.logp, self.mean = self._read(clean, slice(None))
+
+    def compare(
+        self,
+        logits: Float[Tensor, "block some_slot draft_vocab"],
+        choices: Int[Tensor, "block some_slot"],
+        slots: slice = slice(None),
+    ) -> Fields:
+        """The fields of the slots in `slots` (0 is slot 1), for which `logits` and the target's `choices` are given."""
+        pick, logp, mean = self._read(logits, slots)
+        gold, clean = self.gold[:, slots], self.pick[:, slots]
+        columns = [clean == gold, pick == gold, self.logp[:, slots], logp, self.mean[:, slots] - mean]
+        for flag in (clean == choices, pick == choices, choices != gold):
+            columns.append(flag.float().masked_fill(choices == UNKNOWN, NAN))
+        return torch.stack([column.float() for column in columns]).cpu()
+
+    def _read(self, logits: Tensor, slots: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """Picked tokens, log-probability of the true ones, and mean log-probability under the clean distribution."""
+        total, index = logits.logsumexp(-1), self.index[:, slots]
+        gold = logits.gather(-1, index.clamp(min=0)[..., None]).squeeze(-1) - total
+        mean = (self.probability[:, slots] * logits).sum(-1) - total
+        return self.draft.to_tokens(logits.argmax(-1)), gold.masked_fill(index < 0, NAN), mean
+
+
+class Sheets(dict[Cell, Fields]):
+    """Fields of every condition for one group of blocks, filled in slot by slot; NaN where nothing was measured."""
+
+    def __init__(self, blocks: int, slots: int) -> None:
+        self.shape = (len(FIELDS), blocks, slots)
+
+    def put(
+        self, key: Cell, fields: Fields, slots: slice = slice(None), measurable: Bool[Tensor, "block"] | None = None
+    ) -> None:
+        """Enter the columns `slots` (0 is slot 1), for the blocks in which this could be measured."""
+        if measurable is not None:
+            fields = fields.masked_fill(~measurable[None, :, None], NAN)
+        self.setdefault(key, torch.full(self.shape, NAN))[:, :, slots] = fields
 
 
 class CorruptionProtocol(ABC):
@@ -65,29 +123,26 @@ class AnchorProtocol(CorruptionProtocol):
 
     def run(self) -> None:
         runner, group, config = self.runner, self.group, self.config
-        clean = runner.logits(runner.hidden())
-        self.judge = Judge(runner.draft, clean, runner.gold)
+        self.judge = Judge(runner.draft, runner.logits(runner.hidden()), runner.gold)
         for kind in config.kinds:
             tokens, hooks = runner.replaced(0, kind)
             self._enter(1, TOKEN, kind, runner.hidden(tokens, hooks=hooks), group.choices(kind, 1))
             for distance, whole in self._context_edits(kind):
-                hidden = runner.hidden(rows=runner.rerun_rows(kind, distance, whole=whole))
+                hidden = runner.hidden(rows=runner.rows(kind, distance, whole=whole))
                 choices = group.choices(kind, distance) if config.reruns(kind) else None
                 self._enter(distance, RERUN if whole else ROW, kind, hidden, choices)
-        farthest = config.farthest
-        hidden = runner.hidden(rows=runner.rerun_rows(OWN, farthest, whole=True))
-        self._enter(farthest, RERUN, UNEDITED, hidden, group.choices(OWN, farthest))
+        hidden = runner.hidden(rows=runner.rows(OWN, FARTHEST, whole=True))
+        self._enter(FARTHEST, RERUN, UNEDITED, hidden, group.choices(OWN, FARTHEST))
         if self.noise is not None:
             self._enter(1, TOKEN, NOISE, runner.hidden(hooks=runner.noise_anchor(self.noise)))
-            for distance in (*config.earlier, FIRST):
-                rows = runner.noise_rows(distance, self.noise)
-                self._enter(distance, ROW, NOISE, runner.hidden(rows=rows))
+            for distance in (*EARLIER, FIRST):
+                self._enter(distance, ROW, NOISE, runner.hidden(rows=runner.noise_rows(distance, self.noise)))
 
     def check_no_op(self) -> int:
         runner = self.runner
         tried = [runner.hidden(), runner.hidden(runner.replaced(0, OWN)[0])]
         for distance, whole in self._context_edits(RANK_2):
-            tried.append(runner.hidden(rows=runner.own_rows(RANK_2, distance, whole=whole)))
+            tried.append(runner.hidden(rows=runner.rows(RANK_2, distance, whole=whole, own=True)))
         tried.append(runner.hidden())  # after all that, the context is what it was
         clean, *others = (runner.logits(hidden) for hidden in tried)
         for scores in others:
@@ -96,7 +151,7 @@ class AnchorProtocol(CorruptionProtocol):
 
     def _context_edits(self, kind: str) -> Iterator[tuple[Distance, bool]]:
         """Distances beyond the anchor; whether all rows from there on are exchanged, where that is more than one."""
-        for distance in (*self.config.earlier, FIRST):
+        for distance in (*EARLIER, FIRST):
             yield distance, False
             if self.config.reruns(kind) and distance != 2:
                 yield distance, True
@@ -109,8 +164,7 @@ class AnchorProtocol(CorruptionProtocol):
         if choices is not None:
             wanted[:, 0] = choices
         fields = self.judge.compare(self.runner.logits(hidden), wanted)
-        measurable = self.group.measurable(distance)
-        self.sheets.put(Cell(A, site(distance), edit, kind), fields, measurable=measurable)
+        self.sheets.put(Cell(A, site(distance), edit, kind), fields, measurable=self.group.measurable(distance))
 
 
 class PrefixProtocol(CorruptionProtocol):
@@ -123,29 +177,22 @@ class PrefixProtocol(CorruptionProtocol):
         fields = Judge(runner.draft, clean, runner.gold).compare(clean, torch.full_like(runner.gold, UNKNOWN))
         self.sheets.put(Cell(B, "none", TOKEN, CLEAN), fields)
         for t in range(1, runner.slots + 1):
-            self._successor(t)
+            one, hidden = slice(t - 1, t), runner.hidden(shown=t)
+            judge = Judge(runner.draft, runner.logits(hidden, one), runner.gold[:, one])
+            for kind in self.config.kinds:
+                for distance, slot in corrupted_slots(t):
+                    tokens, hooks = runner.replaced(slot, kind)
+                    wrong = runner.hidden(tokens, shown=t, hooks=hooks)
+                    if runner.draft.config.is_causal:
+                        refuse_change(wrong[:, :slot], hidden[:, :slot], "a corrupted slot of a causal block")
+                    fields = judge.compare(runner.logits(wrong, one), slot_choices(runner, kind, distance, t))
+                    self.sheets.put(Cell(B, site(distance), TOKEN, kind), fields, one)
 
     def check_no_op(self) -> int:
-        runner = self.runner
-        own = self.group.replaced(OWN)
+        runner, own = self.runner, self.group.replaced(OWN)
         for t in range(1, runner.slots + 1):
-            clean, again = runner.hidden(shown=t), runner.hidden(own, shown=t)
-            refuse_change(again, clean, "exchanging a token for itself")
+            refuse_change(runner.hidden(own, shown=t), runner.hidden(shown=t), "exchanging a token for itself")
         return runner.slots
-
-    def _successor(self, t: int) -> None:
-        runner, one = self.runner, slice(t - 1, t)
-        clean = runner.hidden(shown=t)
-        judge = Judge(runner.draft, runner.logits(clean, one), runner.gold[:, one])
-        for kind in self.config.kinds:
-            for distance, slot in corrupted_slots(t, self.config.earlier):
-                tokens, hooks = runner.replaced(slot, kind)
-                hidden = runner.hidden(tokens, shown=t, hooks=hooks)
-                if runner.draft.config.is_causal:
-                    refuse_change(hidden[:, :slot], clean[:, :slot], "a corrupted slot of a causal block")
-                choices = slot_choices(runner, kind, distance, t)
-                fields = judge.compare(runner.logits(hidden, one), choices[:, None])
-                self.sheets.put(Cell(B, site(distance), TOKEN, kind), fields, one)
 
 
 class MessageProtocol(CorruptionProtocol):
@@ -154,7 +201,8 @@ class MessageProtocol(CorruptionProtocol):
     def run(self) -> None:
         """A wrong message into each slot in turn, and what becomes of that slot and those behind it."""
         runner = self.runner
-        self.own, self.clean = self._clean()
+        self.own = runner.codes(runner.tokens[:, :-1])
+        self.clean = runner.hidden(hooks=send(runner.draft, self.own))
         self.judge = Judge(runner.draft, runner.logits(self.clean), runner.gold)
         for slot in range(runner.slots):
             for kind in self.config.message_kinds:
@@ -165,51 +213,48 @@ class MessageProtocol(CorruptionProtocol):
                 self._enter(slot, NOISE, self.own[:, slot] + noise)
 
     def check_no_op(self) -> int:
-        own, clean = self._clean()
-        for slot in range(self.runner.slots):
+        runner = self.runner
+        own = runner.codes(runner.tokens[:, :-1])
+        clean = runner.hidden(hooks=send(runner.draft, own))
+        for slot in range(runner.slots):
             messages = own.clone()
-            messages[:, slot] = self.runner.codes(self.group.replaced(OWN)[:, slot])
-            again = self.runner.hidden(hooks=send(self.runner.draft, messages))
-            refuse_change(again, clean, "exchanging a message for itself")
-        return self.runner.slots
-
-    def _clean(self) -> tuple[Tensor, Tensor]:
-        """The true messages, and the states under them."""
-        own = self.runner.codes(self.runner.tokens[:, :-1])
-        return own, self.runner.hidden(hooks=send(self.runner.draft, own))
+            messages[:, slot] = runner.codes(self.group.replaced(OWN)[:, slot])
+            refuse_change(runner.hidden(hooks=send(runner.draft, messages)), clean, "exchanging a message for itself")
+        return runner.slots
 
     def _enter(self, slot: int, kind: str, code: Tensor) -> None:
         """A pass in which the token of `slot` sends `code` to its successor, read in every slot behind it."""
-        messages = self.own.clone()
+        runner, messages = self.runner, self.own.clone()
         messages[:, slot] = code
-        hidden = self.runner.hidden(hooks=send(self.runner.draft, messages))
+        hidden = runner.hidden(hooks=send(runner.draft, messages))
         refuse_change(hidden[:, : slot + 1], self.clean[:, : slot + 1], "a message in a causal block")
-        logits = self.runner.logits(hidden, slice(slot, None))
-        for column, t in enumerate(range(slot + 1, self.runner.slots + 1)):
+        logits = runner.logits(hidden, slice(slot, None))
+        for column, t in enumerate(range(slot + 1, runner.slots + 1)):
             one = slice(t - 1, t)
-            for distance, corrupted in corrupted_slots(t, self.config.earlier):
+            for distance, corrupted in corrupted_slots(t):
                 if corrupted == slot:
-                    choices = slot_choices(self.runner, kind, distance, t)
-                    fields = self.judge.compare(logits[:, column : column + 1], choices[:, None], one)
+                    choices = slot_choices(runner, kind, distance, t)
+                    fields = self.judge.compare(logits[:, column : column + 1], choices, one)
                     self.sheets.put(Cell(C, site(distance), MESSAGE, kind), fields, one)
 
 
-def corrupted_slots(t: int, earlier: Sequence[int]) -> Iterator[tuple[Distance, int]]:
+def site(distance: Distance) -> str:
+    """How tables call the corrupted token's place, seen from its successor t."""
+    return "first" if distance is FIRST else f"t−{distance}"
+
+
+def corrupted_slots(t: int) -> Iterator[tuple[Distance, int]]:
     """For successor t, each distance with the slot it leads to; the first is farther back than all of them."""
-    for distance in (1, *earlier):
-        if distance <= t:
-            yield distance, t - distance
-    if t > max(earlier):
+    yield from ((distance, t - distance) for distance in (1, *EARLIER) if distance <= t)
+    if t > FARTHEST:
         yield FIRST, 0
 
 
-def slot_choices(runner: CorruptionRunner, kind: str, distance: Distance, t: int) -> Int[Tensor, "block"]:
+def slot_choices(runner: CorruptionRunner, kind: str, distance: Distance, t: int) -> Int[Tensor, "block 1"]:
     """The target's own choice in slot t after a rank-2 token right before it; it is asked about no other text."""
-    group = runner.group
     if kind != RANK_2 or distance != 1:
-        return torch.full((len(group),), UNKNOWN, device=runner.device)
-    choices = group.choices(kind, 1) if t == 1 else group.choices_behind(kind, t - 1)
-    return choices.to(runner.device)
+        return torch.full((len(runner.group), 1), UNKNOWN, device=runner.device)
+    return runner.group.choices(kind, 2 - t)[:, None].to(runner.device)
 
 
 def refuse_change(found: Tensor, clean: Tensor, what: str) -> None:

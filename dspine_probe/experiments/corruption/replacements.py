@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from jaxtyping import Float, Int
@@ -88,23 +87,22 @@ class FrequencyBands:
         return self.order[torch.searchsorted(self.ends, drawn, right=True)]
 
 
-def response_counts(vocab_size: int, folders: Sequence[Path] | None = None) -> Int[Tensor, "vocab"]:
-    """How often each token id occurs in the responses of packed corpora, by default the shipped ones.
+def response_counts(vocab_size: int) -> Int[Tensor, "vocab"]:
+    """How often each token id occurs in the responses of the shipped corpora.
 
     Raises:
-        UsageError: a corpus is missing or holds ids that the target does not have.
-        ProbeError: a corpus is damaged.
+        UsageError: a corpus holds ids that the target does not have.
+        ProbeError: a corpus is missing or damaged.
     """
-    folders = [data_dir() / "corpora" / name for name in SHIPPED_CORPORA] if folders is None else folders
     counts = torch.zeros(vocab_size, dtype=torch.long)
-    for folder in folders:
-        if not (folder / TOKENS).is_file():
-            raise UsageError(f"{folder} holds no corpus to count tokens in; pass counts of your own.")
+    for folder in (data_dir() / "corpora" / name for name in SHIPPED_CORPORA):
         try:
             # Reading the corpus whole would ask for prompts that it may not hold.
             found = torch.bincount(load_file(folder / TOKENS)["response"].long(), minlength=vocab_size)
         except (OSError, KeyError, SafetensorError) as error:
-            raise ProbeError(f"the corpus in {folder} is damaged ({error}); pack it again.") from error
+            raise ProbeError(
+                f"the corpus in {folder} is missing or damaged ({error}); pack it again, or pass counts of your own."
+            ) from error
         if len(found) > vocab_size:
             raise UsageError(
                 f"{folder} holds token {len(found) - 1} and the target has {vocab_size}; pass counts of its own text."
@@ -135,29 +133,20 @@ def replacement_tokens(
     found = {}
     for kind in kinds:
         if kind == RANK_2:
-            replaced = _second_choices(target, answer)
+            before = answer.final[start - 1 : -1].to(target.device, target.dtype)
+            others = target.logits(before).scatter(1, own.to(target.device)[:, None], float("-inf"))
+            replaced = others.argmax(-1).cpu()
         elif kind == FREQUENCY:
             if bands is None:
                 raise UsageError("the kind 'frequency' needs counts of tokens; pass `counts` or leave it out.")
             replaced = bands.draw(own, generator)
         else:
             replaced = torch.full_like(own, mask_token if kind == MASK else NOTHING)
-        _refuse_same(kind, replaced, own, answer)
+        same = (replaced == own).nonzero().flatten().tolist()
+        if same:
+            raise UsageError(
+                f"the corruption {kind!r} leaves token {int(own[same[0]])} of answer {answer.id!r} as it is (position "
+                f"{start + same[0]}); it must differ everywhere, so choose another kind or mask token."
+            )
         found[kind] = torch.cat([answer.tokens[:start], replaced])
     return found
-
-
-def _second_choices(target: Target, answer: Answer) -> Int[Tensor, "response"]:
-    own = answer.tokens[answer.prompt_length :].to(target.device)
-    before = answer.final[answer.prompt_length - 1 : -1].to(target.device, target.dtype)
-    scores = target.logits(before).scatter(1, own[:, None], float("-inf"))
-    return scores.argmax(-1).cpu()
-
-
-def _refuse_same(kind: str, replaced: Tensor, own: Tensor, answer: Answer) -> None:
-    same = (replaced == own).nonzero().flatten().tolist()
-    if same:
-        raise UsageError(
-            f"the corruption {kind!r} leaves token {int(own[same[0]])} of answer {answer.id!r} as it is (position "
-            f"{answer.prompt_length + same[0]}); it must differ everywhere, so choose another kind or mask token."
-        )

@@ -29,10 +29,9 @@ from dspine_probe.experiments.common.intervals import (
 )
 from dspine_probe.experiments.common.rows import RowBuilder
 from dspine_probe.experiments.common.schema import MINUS
-from dspine_probe.experiments.corruption.config import CorruptionConfig
-from dspine_probe.experiments.corruption.protocols import CLEAN, TOKEN, A, B, C, site
+from dspine_probe.experiments.corruption.config import FARTHEST, CorruptionConfig
+from dspine_probe.experiments.corruption.protocols import CLEAN, FIELDS, NAN, TOKEN, A, B, C, Cell, Fields, site
 from dspine_probe.experiments.corruption.replacements import RANK_2
-from dspine_probe.experiments.corruption.scores import FIELDS, NAN, Cell, Fields
 
 FACTORS = ("protocol", "site", "edit", "kind", "subset")
 ALL, CORRECT, CHANGES, STAYS = "all", "clean correct", "answer changes", "answer stays"
@@ -78,7 +77,7 @@ class CorruptionTable:
     def __init__(self, arena: Arena, config: CorruptionConfig) -> None:
         self.draws = Draws.of(arena, seed=config.seed, resamples=config.resamples)
         self.slots, self.config, self.rows = arena.slots, config, RowBuilder(FACTORS)
-        later = range(min(config.farthest + 1, arena.slots), arena.slots + 1)
+        later = range(min(FARTHEST + 1, arena.slots), arena.slots + 1)
         self.headline = {A: range(1, 2), B: later, C: later}
 
     def add_all(self, found: Mapping[str, Mapping[Cell, Fields]]) -> None:
@@ -88,8 +87,11 @@ class CorruptionTable:
                 self.condition(name, key, fields)
             self.contrasts(name, conditions)
             alone = Cell(B, "none", TOKEN, CLEAN)
-            if alone in conditions:
-                self.parent(name, alone, conditions[alone], conditions[Cell(A, PREDECESSOR, TOKEN, RANK_2)])
+            if alone in conditions:  # a fine-tuned draft with nothing shown, against the draft it was made from
+                parent = conditions[Cell(A, PREDECESSOR, TOKEN, RANK_2)][FIELDS.index("clean_hit")]
+                change = conditions[alone][FIELDS.index("hit")] - parent
+                for slots in (range(1, 2), range(1, self.slots + 1)):
+                    self._span(name, alone._replace(kind=TUNED), ALL, "change", change, slots)
         first, *others = found
         for name in others:
             for key, fields in found[name].items():
@@ -100,9 +102,10 @@ class CorruptionTable:
         """All metrics and subsets of a condition: slot by slot, and in protocols B and C over several slots."""
         spans = () if key.protocol == A else dict.fromkeys([range(2, self.slots + 1), self.headline[key.protocol]])
         for (subset, metric), scores in metrics(fields).items():
-            by_slot = per_slot(scores, self.draws)
-            for slot in range(1, self.slots + 1):
-                self._row(draft, key, subset, metric, scores, by_slot.at(slot - 1), range(slot, slot + 1))
+            by_slot, counts = per_slot(scores, self.draws), (~scores.isnan()).sum(0).tolist()
+            for slot, n in enumerate(counts, start=1):
+                if n:
+                    self._add(draft, key, subset, metric, by_slot.at(slot - 1), range(slot, slot + 1), n)
             for span in spans:
                 if len(span) > 1:
                     self._span(draft, key, subset, metric, scores, span)
@@ -119,12 +122,6 @@ class CorruptionTable:
                     continue
                 self._difference(draft, key, found[base], found[other])
 
-    def parent(self, draft: str, key: Cell, tuned: Fields, parent: Fields) -> None:
-        """Accuracy of a fine-tuned draft with nothing shown, against the draft it was made from."""
-        scores = tuned[FIELDS.index("hit")] - parent[FIELDS.index("clean_hit")]
-        for slots in (range(1, 2), range(1, self.slots + 1)):
-            self._span(draft, key._replace(kind=TUNED), ALL, "change", scores, slots)
-
     def acceptance(
         self, draft: str, arena: Arena, decoded: Sequence[int], rounds: Mapping[str, Int[Tensor, "answer"]]
     ) -> None:
@@ -136,12 +133,10 @@ class CorruptionTable:
         sets = [arena.sets[i] for i in decoded]
         committed = torch.tensor([len(arena.answers[i]) - 1 - arena.answers[i].prompt_length for i in decoded])
         weights = set_weights(sets, seed=self.config.seed, resamples=self.config.resamples)
+        members = [torch.tensor([of == name for of in sets]) for name in arena.set_names]
 
         def samples(needed: Tensor) -> Float[Tensor, "one_and_resample"]:
-            members = [torch.tensor([of == name for of in sets]) for name in arena.set_names]
-            return torch.stack(
-                [ratio_samples(committed[m].double(), needed[m].double(), weights[:, m]) for m in members]
-            ).nanmean(0)
+            return torch.stack([ratio_samples(committed[m], needed[m], weights[:, m]) for m in members]).nanmean(0)
 
         clean = samples(rounds[CLEAN])
         for kind, needed in rounds.items():
@@ -158,14 +153,9 @@ class CorruptionTable:
 
     def _span(self, draft: str, key: Cell, subset: str, metric: str, scores: Scores, slots: range) -> None:
         """A row over several slots, if every one of them was measured."""
-        if bool((~_of(scores, slots).isnan()).any(0).all()):
-            self._row(draft, key, subset, metric, scores, macro(scores, self.draws, slots), slots)
-
-    def _row(
-        self, draft: str, key: Cell, subset: str, metric: str, scores: Scores, found: Estimate, slots: range
-    ) -> None:
-        if n := int((~_of(scores, slots).isnan()).sum()):
-            self._add(draft, key, subset, metric, found, slots, n)
+        measured = ~scores[:, slots[0] - 1 : slots[-1]].isnan()
+        if bool(measured.any(0).all()):
+            self._add(draft, key, subset, metric, macro(scores, self.draws, slots), slots, int(measured.sum()))
 
     def _add(self, draft: str, key: Cell, subset: str, metric: str, found: Estimate, slots: range, n: int) -> None:
         self.rows.add(found, draft=draft, metric=metric, slot=slot_text(slots), n=n, subset=subset, **key._asdict())
@@ -174,7 +164,3 @@ class CorruptionTable:
 def slot_text(slots: range) -> str:
     """Slots as the table names them: "1", or "2-7"."""
     return str(slots[0]) if len(slots) == 1 else f"{slots[0]}-{slots[-1]}"
-
-
-def _of(scores: Scores, slots: range) -> Float[Tensor, "block some_slot"]:
-    return scores[:, slots[0] - 1 : slots[-1]]

@@ -9,7 +9,7 @@ is lost. Entry points: `clamps`, `clamped_scores`, `clamped_rounds`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
@@ -18,14 +18,13 @@ from transformer_lens.hook_points import HookPoint
 from transformer_lens.utilities.statistics import derive_generator
 
 from dspine_probe.decoding.offline import simulate_rounds
-from dspine_probe.errors import UsageError
-from dspine_probe.experiments.acceptance import AcceptanceCounts, RequestCounts, count_rounds
+from dspine_probe.experiments.acceptance import RequestCounts, count_rounds
 from dspine_probe.experiments.common.arena import Arena
-from dspine_probe.experiments.common.intervals import Scores
 from dspine_probe.experiments.common.progress import Progress
 from dspine_probe.experiments.gates.readings import (
     LAST_WRITE_GATE,
     GateReadings,
+    Outcome,
     contexts,
     gate_names,
     outcome,
@@ -50,65 +49,37 @@ class Clamp:
 NO_CLAMP = Clamp(ALL, UNTOUCHED, ())
 
 
-@dataclass(frozen=True)
-class ClampScores:
-    """What a clamp leaves right: by unary scores, by the greedy walk, and the label's log-probability."""
-
-    right: Scores
-    right_walked: Scores
-    log_prob: Scores
-
-
 def clamps(readings: GateReadings, values: Sequence[str], seed: int) -> list[Clamp]:
-    """No clamp, then every value at every layer, at the last write, and at all of them.
-
-    Raises:
-        UsageError: a value is none of `VALUES`.
-    """
-    unknown = [value for value in values if value not in VALUES]
-    if unknown or not values:
-        raise UsageError(f"gates cannot be clamped to {unknown}; choose from {', '.join(VALUES)}.")
+    """No clamp, then every value at every layer, at the last write, and at all of them."""
     names = gate_names(len(readings.gates))
     seen: dict[str, Tensor] = dict(zip(names, readings.gates, strict=True))
     seen[LAST_WRITE_GATE] = readings.last_write
     places = {str(layer): [name] for layer, name in enumerate(names, start=1)}
     places |= {LAST_WRITE: [LAST_WRITE_GATE], ALL: list(seen)}
-    held = (
-        Clamp(place, value, [(name, _hold(value, seen[name], seed, name)) for name in at])
-        for place, at in places.items()
-        for value in values
-    )
-    return [NO_CLAMP, *held]
+    held = [NO_CLAMP]
+    for place, at in places.items():
+        held += [Clamp(place, value, [(name, _hold(value, seen[name], seed, name)) for name in at]) for value in values]
+    return held
 
 
 def clamped_scores(
     hooked: HookedDraft, arena: Arena, held: Sequence[Clamp], answers_per_batch: int, report: Progress
-) -> list[ClampScores]:
+) -> list[Outcome]:
     """Predictions for all blocks of the arena under each clamp; `report("clamps", blocks done, blocks)` is called."""
     draft, done = spine_of(hooked), 0
-    parts: list[list[ClampScores]] = [[] for _ in held]
+    parts: list[list[Outcome]] = [[] for _ in held]
     for batch, context in contexts(draft, arena, answers_per_batch):
-        labels = batch.tokens[batch.real.flatten(), 1:].cpu()
         for clamp, scores in zip(held, parts, strict=True):
             with hooked.hooks(clamp.hooks):
-                found = outcome(draft, batch, context)
-            scores.append(ClampScores(found.right, (found.walked == labels).float(), found.log_prob))
+                scores.append(outcome(draft, batch, context))
         done += int(batch.real.sum())
         report("clamps", done, len(arena.prompt))
-    names = [field.name for field in fields(ClampScores)]
-    return [ClampScores(*(torch.cat([getattr(s, name) for s in scores]) for name in names)) for scores in parts]
+    return [Outcome(*map(torch.cat, zip(*scores, strict=True))) for scores in parts]
 
 
 def clamped_rounds(
-    hooked: HookedDraft,
-    arena: Arena,
-    held: Sequence[Clamp],
-    *,
-    per_set: int,
-    seed: int,
-    resamples: int,
-    report: Progress,
-) -> AcceptanceCounts:
+    hooked: HookedDraft, arena: Arena, held: Sequence[Clamp], per_set: int, report: Progress
+) -> list[RequestCounts]:
     """Rounds of the first `per_set` answers of every set under each clamp; "drafts" are the clamps' numbers."""
     by_set = ([i for i, of in enumerate(arena.sets) if of == name] for name in arena.set_names)
     chosen = [index for members in by_set for index in members[:per_set]]
@@ -120,7 +91,7 @@ def clamped_rounds(
             answer = arena.answers[i].id
             counts.append(count_rounds(str(number), arena.sets[i], answer, one, stopped=False, slots=arena.slots))
         report("walks", number + 1, len(held))
-    return AcceptanceCounts(tuple(counts), seed=seed, resamples=resamples)
+    return counts
 
 
 def _hold(value: str, seen: Float[Tensor, "block draft_slot *message"], seed: int, name: str) -> Hook:
@@ -131,7 +102,7 @@ def _hold(value: str, seen: Float[Tensor, "block draft_slot *message"], seed: in
         return lambda gate, hook: mean.to(gate).expand_as(gate).clone()
     generator = derive_generator(seed, f"drawn gates of {name}")
 
-    def drawn(gate: Float[Tensor, "row draft_slot *message"], hook: HookPoint) -> Tensor:
+    def drawn(gate: Tensor, hook: HookPoint) -> Tensor:
         return seen[torch.randint(len(seen), (len(gate),), generator=generator)].to(gate)
 
     return drawn

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dspine_probe.drafts import DSpine
 from dspine_probe.errors import UsageError
+from dspine_probe.experiments.acceptance import AcceptanceCounts
 from dspine_probe.experiments.common.arena import Arena
 from dspine_probe.experiments.common.intervals import RESAMPLES, Draws
 from dspine_probe.experiments.common.progress import Progress, silent
@@ -26,6 +27,7 @@ from dspine_probe.experiments.gates.clamps import VALUES, clamped_rounds, clampe
 from dspine_probe.experiments.gates.readings import read_gates
 from dspine_probe.experiments.gates.table import GatesResult, GatesTable
 from dspine_probe.experiments.gates.token_kinds import kinds_of
+from dspine_probe.experiments.probing.questions import refuse_misfit
 from dspine_probe.hooks import HookedDraft
 from dspine_probe.precision import EXACT
 
@@ -50,6 +52,9 @@ class GatesConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        unknown = [value for value in self.clamps if value not in VALUES]
+        if unknown:
+            raise UsageError(f"gates cannot be clamped to {unknown}; choose from {', '.join(VALUES)}.")
         if self.walked_per_set == 1:
             raise UsageError(
                 "walked_per_set is 1, but intervals need two answers of a set; give 2 or more, or 0 for no walk."
@@ -73,14 +78,15 @@ def gates(
         on_progress: called with (stage, done, total).
 
     Raises:
-        UsageError: no draft, one without gates, an unknown clamp, or an arena of other taps or slots.
+        UsageError: no draft, one without gates, or an arena of other taps or slots.
     """
     config, report, began = config or GatesConfig(), on_progress or silent, time.perf_counter()
     if not drafts:
         raise UsageError("there is no draft whose gates could be read; give at least one DSpine.")
-    table = GatesTable(Draws.of(arena, seed=config.seed, resamples=config.resamples))
+    draw = {"seed": config.seed, "resamples": config.resamples}
+    table = GatesTable(Draws.of(arena, **draw))
     for name, draft in drafts.items():
-        _refuse_misfit(name, draft, arena)
+        refuse_misfit(name, draft, arena)
 
         def here(stage: str, done: int, total: int, name: str = name) -> None:
             report(f"{name}: {stage}", done, total)
@@ -93,16 +99,8 @@ def gates(
             scores = clamped_scores(hooked, arena, held, config.answers_per_batch, here)
             table.add_clamps(name, held, scores)
             if config.walked_per_set:
-                rounds = clamped_rounds(
-                    hooked,
-                    arena,
-                    held,
-                    per_set=config.walked_per_set,
-                    seed=config.seed,
-                    resamples=config.resamples,
-                    report=here,
-                )
-                table.add_rounds(name, held, rounds)
+                rounds = clamped_rounds(hooked, arena, held, config.walked_per_set, here)
+                table.add_rounds(name, held, AcceptanceCounts(tuple(rounds), **draw))
     return GatesResult(
         table.rows.table(),
         config=vars(config) | EXACT.record(),
@@ -114,24 +112,9 @@ def gates(
 
 def run(request: Request, config: GatesConfig) -> GatesResult:
     """Measure the drafts of a request, all of which must have gates."""
-    without = [name for name, draft in request.drafts.items() if not isinstance(draft, DSpine)]
-    if without:
-        raise NothingToMeasure(f"the draft {without[0]!r} has no gates; name drafts of the kind dspine.")
+    for name, draft in request.drafts.items():
+        if not isinstance(draft, DSpine):
+            raise NothingToMeasure(f"the draft {name!r} has no gates; name drafts of the kind dspine.")
     assert request.target.tokenizer is not None
     drafts = cast("Mapping[str, DSpine]", request.drafts)
     return gates(drafts, request.arena, request.target.tokenizer, config=config, on_progress=request.on_progress)
-
-
-def _refuse_misfit(name: str, draft: DSpine, arena: Arena) -> None:
-    if not isinstance(draft, DSpine):
-        raise UsageError(f"{name!r} is a {type(draft).__name__}, which has no gates; give a DSpine.")
-    if draft.config.num_slots != arena.slots:
-        raise UsageError(
-            f"{name!r} drafts {draft.config.num_slots} slots and the arena has {arena.slots}; build one for it."
-        )
-    given, read = arena.answers[0].taps.shape[-1], draft.fc.in_features
-    if given != read:
-        raise UsageError(
-            f"the arena holds {given} tap values a token and {name!r} reads {read}; build it with the taps "
-            f"{list(draft.config.target_layer_ids)}."
-        )

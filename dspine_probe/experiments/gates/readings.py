@@ -8,12 +8,14 @@ injection is taken away, its predecessors keep theirs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn import functional as F
 from transformer_lens.hook_points import HookPoint
 
 from dspine_probe.drafts import Context, DSpine
@@ -59,13 +61,12 @@ class GateReadings:
         return before
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a pass predicts: `right` and `log_prob` as in `GateReadings`, `walked` are the tokens it drafts."""
+class Outcome(NamedTuple):
+    """What a pass leaves right, by unary scores and by the greedy walk, and the label's log-probability."""
 
     right: Scores
+    right_walked: Scores
     log_prob: Scores
-    walked: Int[Tensor, "block draft_slot"]
 
 
 def gate_names(layers: int) -> list[str]:
@@ -107,14 +108,13 @@ def outcome(draft: DSpine, batch: Batch, context: Context) -> Outcome:
     labels = batch.tokens[:, 1:]
     logits = draft.logits(states.hidden[:, 1:])
     right = draft.to_tokens(logits.argmax(-1)) == labels
-    walked = draft.transition_cache(states, batch.anchor_tokens).walk_greedy()
-    real = batch.real.flatten()
-    return Outcome(right[real].float().cpu(), _label_log_prob(draft, logits, labels)[real].cpu(), walked[real].cpu())
+    walked = draft.transition_cache(states, batch.anchor_tokens).walk_greedy() == labels
+    found, real = (right.float(), walked.float(), _label_log_prob(draft, logits, labels)), batch.real.flatten()
+    return Outcome(*(scores[real].cpu() for scores in found))
 
 
 def _read_batch(hooked: HookedDraft, draft: DSpine, batch: Batch, context: Context) -> GateReadings:
-    layers, gates = range(len(draft.blocks)), gate_names(len(draft.blocks))
-    real, labels = batch.real.flatten(), batch.tokens[:, 1:]
+    layers, gates, real = range(len(draft.blocks)), gate_names(len(draft.blocks)), batch.real.flatten()
     writes = [f"blocks.{layer}.inject.hook_out" for layer in layers]
     streams = [f"blocks.{layer}.hook_resid_post" for layer in layers]
     cache, caching, _ = hooked.get_caching_hooks([*gates, LAST_WRITE_GATE, *writes, *streams])
@@ -123,15 +123,16 @@ def _read_batch(hooked: HookedDraft, draft: DSpine, batch: Batch, context: Conte
     pairs = zip(writes, streams, strict=True)
     written = [cache[write].norm(dim=-1) / cache[stream][:, 1:].norm(dim=-1) for write, stream in pairs]
     alone = _without_own_injection(hooked, draft, batch, context)[:, real].cpu()
+    reached = F.pad(found.right_walked[:, :-1].cumprod(1), (1, 0), value=1.0)
     return GateReadings(
         gates=torch.stack([cache[name][real] for name in gates]).cpu(),
         last_write=cache[LAST_WRITE_GATE][real].cpu(),
         written=torch.stack(written)[:, real].cpu(),
         right=found.right,
         log_prob=found.log_prob,
-        kept=_kept(found.walked, labels[real].cpu()),
+        kept=torch.where(reached.bool(), found.right_walked, torch.nan),
         gain=found.log_prob - alone,
-        labels=labels[real].cpu(),
+        labels=batch.tokens[real, 1:].cpu(),
     )
 
 
@@ -145,9 +146,7 @@ def _without_own_injection(
     nothing = torch.zeros(blocks, slots, draft.config.hidden_size, device=context.keys[0].device)
     labels = batch.tokens[:, 1:]
 
-    def score(
-        hidden: Float[Tensor, "row draft_slot d_model"], block: Int[Tensor, "row"]
-    ) -> Float[Tensor, "row draft_slot"]:
+    def score(hidden: Tensor, block: Tensor) -> Tensor:
         return _label_log_prob(draft, draft.logits(hidden), labels[block])
 
     run = Blocks(context, batch.anchor_tokens, batch.anchors)
@@ -155,18 +154,15 @@ def _without_own_injection(
     one = one.view(layers, slots, blocks, slots).diagonal(dim1=1, dim2=3)
     every = []
     for slot in range(slots):
-        with hooked.hooks([(writes, _silence(slot))]):
+
+        def silence(written: Tensor, hook: HookPoint, slot: int = slot) -> Tensor:
+            return written.index_fill(1, torch.tensor([slot], device=written.device), 0.0)
+
+        with hooked.hooks([(writes, silence)]):
             states = draft.run(context, batch.anchor_tokens, batch.anchors)
         hidden = states.hidden[:, 1 + slot : 2 + slot]
         every.append(_label_log_prob(draft, draft.logits(hidden), labels[:, slot : slot + 1]))
     return torch.cat([one, torch.cat(every, dim=1)[None]])
-
-
-def _silence(row: int) -> Callable[[Tensor, HookPoint], Tensor]:
-    def hook(written: Float[Tensor, "block draft_slot d_model"], hook: HookPoint) -> Tensor:
-        return written.index_fill(1, torch.tensor([row], device=written.device), 0.0)
-
-    return hook
 
 
 def _label_log_prob(
@@ -175,12 +171,6 @@ def _label_log_prob(
     index = draft.to_index(labels)
     chosen = logits.float().gather(-1, index.clamp(min=0)[..., None]).squeeze(-1)
     return torch.where(index < 0, torch.nan, chosen - logits.float().logsumexp(-1))
-
-
-def _kept(walked: Int[Tensor, "block draft_slot"], labels: Int[Tensor, "block draft_slot"]) -> Scores:
-    same = (walked == labels).long()
-    reached = torch.cat([torch.ones_like(same[:, :1]), same[:, :-1].cumprod(1)], dim=1)
-    return torch.where(reached.bool(), same.float(), torch.nan)
 
 
 def spine_of(hooked: HookedDraft) -> DSpine:

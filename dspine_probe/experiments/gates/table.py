@@ -24,8 +24,8 @@ from dspine_probe.experiments.common.intervals import Draws, Estimate, Scores, e
 from dspine_probe.experiments.common.rows import RowBuilder
 from dspine_probe.experiments.common.schema import Result
 from dspine_probe.experiments.common.wording import number, points
-from dspine_probe.experiments.gates.clamps import ALL, UNTOUCHED, Clamp, ClampScores
-from dspine_probe.experiments.gates.readings import GateReadings
+from dspine_probe.experiments.gates.clamps import ALL, UNTOUCHED, Clamp
+from dspine_probe.experiments.gates.readings import GateReadings, Outcome
 from dspine_probe.experiments.gates.token_kinds import KINDS
 
 EVERY = "every block"
@@ -83,9 +83,9 @@ class GatesTable:
     def add_readings(self, draft: str, found: GateReadings, kinds: Int[Tensor, "block draft_slot"]) -> None:
         """Gates, writes and gains by layer and slot, and gates by kind of label and by what became of the draft."""
         groups = {f"label: {kind}": kinds == index for index, kind in enumerate(KINDS)}
+        before = found.predecessor_right
         groups |= {"kept": found.kept == 1, "refused": found.kept == 0}
-        groups |= {"predecessor right": found.predecessor_right == 1}
-        groups |= {"predecessor wrong": found.predecessor_right == 0}
+        groups |= {"predecessor right": before == 1, "predecessor wrong": before == 0}
         for index, channels in enumerate(found.gates):
             gate, place = channels.mean(-1), str(index + 1)
             for metric, scores in (("gate", gate), ("written", found.written[index]), ("gain", found.gain[index])):
@@ -104,18 +104,13 @@ class GatesTable:
 
     def add_correlations(self, draft: str, found: GateReadings) -> None:
         """Gate against predecessor correctness and against the gain of the injection, by layer and slot."""
-        for index, channels in enumerate(found.gates):
-            gate = channels.mean(-1)
-            against = {
-                "predecessor right": found.predecessor_right,
-                "gain": found.gain[index],
-                "gain at all layers": found.gain[-1],
-            }
-            for group, other in against.items():
+        for index, gate in enumerate(found.gates.mean(-1)):
+            against = {"predecessor right": found.predecessor_right, "gain": found.gain[index]}
+            for group, other in (against | {"gain at all layers": found.gain[-1]}).items():
                 means = correlation(gate, other, self.draws)
                 self._add_slots(draft, "correlation with gate", str(index + 1), group, gate + other, means)
 
-    def add_clamps(self, draft: str, held: Sequence[Clamp], found: Sequence[ClampScores]) -> None:
+    def add_clamps(self, draft: str, held: Sequence[Clamp], found: Sequence[Outcome]) -> None:
         """Accuracy and log-probability under every clamp, and their difference from the untouched draft, the first."""
         for clamp, scores in zip(held, found, strict=True):
             for metric, field in (("top1", "right"), ("top1 walked", "right_walked"), ("log prob", "log_prob")):
@@ -142,8 +137,7 @@ class GatesTable:
         self._add(draft, metric, place, group, scores, means)
         values = means.nanmean(1)
         for slot in range(scores.shape[1]):
-            n = int((~scores[:, slot].isnan()).sum())
-            if n:
+            if n := int((~scores[:, slot].isnan()).sum()):
                 found = estimate(values[0, slot], values[1:, slot])
                 self._row(draft, metric, place, group, found, n, str(slot + 1))
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool
 from torch import Tensor
 from transformer_lens.utilities.statistics import derive_generator
 
@@ -26,7 +26,6 @@ from dspine_probe.experiments.common.intervals import RESAMPLES, Draws
 from dspine_probe.experiments.common.linear_probe import (
     UNASKED,
     Parts,
-    Probe,
     ProbeConfig,
     control_labels,
     fit_probe,
@@ -40,10 +39,13 @@ from dspine_probe.experiments.common.rows import RowBuilder
 from dspine_probe.experiments.emergence.controls import untrained
 from dspine_probe.experiments.probing.questions import ACCEPTED, OWN, QUESTIONS, Asked, ask, read_rows
 from dspine_probe.experiments.probing.table import (
+    ACCURACY,
+    BITS,
     COMMONEST,
     CONTROL,
     SLOT_ALONE,
     TRAINED,
+    UNSEEN,
     UNTRAINED,
     Key,
     Measurements,
@@ -123,7 +125,7 @@ def probing(
         config=plain(config),
         drafts={name: draft.config.to_dict() for name, draft in drafts.items()},
         data={"answers": len(arena.answers), **arena.about},
-        coverage={name: one.mean_coverage() for name, one in found.items()},
+        coverage={name: {q: sum(s) / len(s) for q, s in one.coverage.items()} for name, one in found.items()},
         fits=[{"draft": name} | fit for name, one in found.items() for fit in one.fits],
         failed_codes=sum(one.failed_codes for one in found.values()),
         skipped=SKIPPED,
@@ -161,9 +163,11 @@ class _Study:
         return self.found
 
     def _probe(self, question: str, asked: Asked, parts: Parts, repeat: int) -> None:
-        flat = parts.repeat(self.rows.states.shape[2])
-        types = self.rows.anchors.flatten()
-        held = _held_types(types, self.config.types_held_out, self._generator("held-out types", repeat))
+        slots = self.rows.states.shape[2]
+        flat, types = parts.repeat(slots), self.rows.tokens[:, :1].expand(-1, slots).flatten()
+        kinds = types.unique()
+        shuffled = kinds[torch.randperm(len(kinds), generator=self._generator("held-out types", repeat))]
+        held = torch.isin(types, shuffled[: round(self.config.types_held_out * len(kinds))])
         y = asked.classes.flatten()
         flat = flat.only(y != UNASKED)
         seen = flat.only(~held, test_too=False)
@@ -173,30 +177,24 @@ class _Study:
         self.found.coverage[question].append(asked.coverage)
         for depth, (trained, fresh) in enumerate(zip(self.rows.states, self.fresh, strict=True)):
             for condition, states, labels in (
-                (TRAINED, trained, y), (CONTROL, trained, control), (UNTRAINED, fresh, y),
-            ):  # fmt: skip
+                (TRAINED, trained, y),
+                (CONTROL, trained, control),
+                (UNTRAINED, fresh, y),
+            ):
                 key = Key(question, condition, depth)
-                probe = self._fit(key, states.flatten(0, 1), labels, seen, repeat)
-                right = probe.predict(states.flatten(0, 1)[flat.test]) == labels[flat.test]
+                right = self._fit(key, states.flatten(0, 1), labels, seen, flat.test, repeat)
                 self._keep(key, right, flat.test, unseen)
             if question in self.config.described:
                 self._describe(Key(question, TRAINED, depth), trained, asked, repeat)
-        self._baselines(question, y, seen, flat, unseen, repeat)
-
-    def _baselines(
-        self, question: str, y: Tensor, seen: Parts, flat: Parts, unseen: Bool[Tensor, "row"], repeat: int
-    ) -> None:
-        slots = self.rows.states.shape[2]
-        index = torch.eye(slots).repeat(len(y) // slots, 1)
         key = Key(question, SLOT_ALONE, None)
-        probe = self._fit(key, index, y, seen, repeat)
-        self._keep(key, probe.predict(index[flat.test]) == y[flat.test], flat.test, unseen)
+        index = torch.eye(slots).repeat(len(y) // slots, 1)
+        self._keep(key, self._fit(key, index, y, seen, flat.test, repeat), flat.test, unseen)
         commonest = y[seen.train].mode().values
         self._keep(Key(question, COMMONEST, None), y[flat.test] == commonest, flat.test, unseen)
 
     def _describe(self, key: Key, states: Tensor, asked: Asked, repeat: int) -> None:
         """Description length of the labels given the states, under the penalty that validation chose most often."""
-        y, group = asked.classes.flatten(), self._groups()
+        y, group = asked.classes.flatten(), self.prompt.repeat_interleave(states.shape[1])
         rows = y != UNASKED
         bits, failed = online_bits(
             states.flatten(0, 1)[rows], y[rows], group[rows],
@@ -205,16 +203,21 @@ class _Study:
         )  # fmt: skip
         scores = torch.full((len(y),), torch.nan, dtype=torch.float64)
         scores[rows] = bits
-        self.found.bits[key].append(scores.view(self.rows.states.shape[1:3]))
+        self.found.scores[BITS][key].append(scores.view(states.shape[:2]))
         self.found.uniform[key.question].append(math.log2(asked.count))
         self.found.failed_codes += failed
 
-    def _fit(self, key: Key, x: Tensor, y: Tensor, parts: Parts, repeat: int) -> Probe:
-        generator = self._generator("rows", repeat)
-        probe = fit_probe(x, y, parts, config=self.config.probe, generator=generator)
-        self.found.note(key, repeat, probe, x.shape[1])
+    def _fit(
+        self, key: Key, x: Tensor, y: Tensor, parts: Parts, test: Bool[Tensor, "row"], repeat: int
+    ) -> Bool[Tensor, "tested"]:
+        """Whether a probe trained on `parts` is right on the rows `test`; the fit is put on record."""
+        probe = fit_probe(x, y, parts, config=self.config.probe, generator=self._generator("rows", repeat))
+        about = {name: value for name, value in vars(probe).items() if name != "model"}
+        self.found.fits.append(
+            {**key._asdict(), "repeat": repeat, **about, "rows_per_feature": probe.rows / x.shape[1]}
+        )
         self.tick(self.name)
-        return probe
+        return probe.predict(x[test]) == y[test]
 
     def _keep(
         self, key: Key, right: Bool[Tensor, "tested"], test: Bool[Tensor, "row"], unseen: Bool[Tensor, "row"]
@@ -222,18 +225,8 @@ class _Study:
         scores = torch.full((len(test),), torch.nan)
         scores[test] = right.float()
         shape = self.rows.states.shape[1:3]
-        self.found.right[key].append(scores.view(shape))
-        self.found.right_unseen[key].append(torch.where(unseen, scores, torch.nan).view(shape))
-
-    def _groups(self) -> Int[Tensor, "row"]:
-        return self.prompt.repeat_interleave(self.rows.states.shape[2])
+        self.found.scores[ACCURACY][key].append(scores.view(shape))
+        self.found.scores[UNSEEN][key].append(torch.where(unseen, scores, torch.nan).view(shape))
 
     def _generator(self, purpose: str, repeat: int) -> torch.Generator:
         return derive_generator(self.config.seed, f"{purpose} {repeat}")
-
-
-def _held_types(types: Int[Tensor, "row"], share: float, generator: torch.Generator) -> Bool[Tensor, "row"]:
-    """Rows whose token type is among those withheld from training."""
-    kinds = types.unique()
-    held = kinds[torch.randperm(len(kinds), generator=generator)[: round(share * len(kinds))]]
-    return torch.isin(types, held)

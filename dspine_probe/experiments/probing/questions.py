@@ -9,7 +9,6 @@ in the training prompts; rows with another label are left out, and how many is o
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -39,11 +38,6 @@ class ProbeRows:
     tokens: Int[Tensor, "block slot_and_next"]
     accepted: Bool[Tensor, "block draft_slot"]
 
-    @property
-    def anchors(self) -> Int[Tensor, "block draft_slot"]:
-        """The anchor's token, what the draft was given, at every slot: the token type of control tasks."""
-        return self.tokens[:, :1].expand(-1, self.states.shape[2])
-
 
 @dataclass(frozen=True)
 class Asked:
@@ -55,19 +49,17 @@ class Asked:
 
 
 @torch.no_grad()
-def read_rows(
-    draft: Draft, arena: Arena, *, answers_per_batch: int = 8, on_batch: Callable[[int, int], None] | None = None
-) -> ProbeRows:
+def read_rows(draft: Draft, arena: Arena) -> ProbeRows:
     """Run the draft once over the arena and keep every slot's state at every depth.
 
     Raises:
         UsageError: the arena was built for other taps or another number of slots.
     """
-    _refuse_misfit(draft, arena)
+    refuse_misfit("draft", draft, arena)
     weight, states, accepted = draft.fc.weight, [], []
     with HookedDraft(draft) as hooked:
         names = residual_names(draft)
-        for raw in arena.batches(answers_per_batch=answers_per_batch):
+        for raw in arena.batches():
             batch = raw.to(weight.device)
             context = draft.encode_context(batch.taps.to(weight.dtype))
             cache, caching, _ = hooked.get_caching_hooks(names)
@@ -77,9 +69,11 @@ def read_rows(
             right = (drafted == batch.tokens[:, 1:]).long().cumprod(dim=1).bool()
             states.append(torch.stack([cache[name][real, 1:].float().cpu() for name in names]))
             accepted.append(right[real].cpu())
-            if on_batch is not None:
-                on_batch(sum(map(len, accepted)), len(arena.prompt))
-    return ProbeRows(torch.cat(states, dim=1), _tokens(arena), torch.cat(accepted))
+    ahead, tokens = torch.arange(arena.slots + 2), []
+    for index in arena.order:
+        place, answer = arena.anchors[index][:, None] + ahead, arena.answers[index].tokens.long()
+        tokens.append(torch.where(place < len(answer), answer[place.clamp(max=len(answer) - 1)], UNASKED))
+    return ProbeRows(torch.cat(states, dim=1), torch.cat(tokens), torch.cat(accepted))
 
 
 def ask(question: str, rows: ProbeRows, train: Bool[Tensor, "block"], most: int) -> Asked:
@@ -107,24 +101,15 @@ def ask(question: str, rows: ProbeRows, train: Bool[Tensor, "block"], most: int)
     return Asked(asked, len(common), float((asked != UNASKED).double().mean()))
 
 
-def _tokens(arena: Arena) -> Int[Tensor, "block slot_and_next"]:
-    """Tokens from each anchor to the successor of its last slot; −1 behind an answer's end."""
-    ahead, found = torch.arange(arena.slots + 2), []
-    for index in arena.order:
-        place = arena.anchors[index][:, None] + ahead
-        tokens = arena.answers[index].tokens.long()
-        found.append(torch.where(place < len(tokens), tokens[place.clamp(max=len(tokens) - 1)], UNASKED))
-    return torch.cat(found)
+def refuse_misfit(name: str, draft: Draft, arena: Arena) -> None:
+    """Refuse a draft that the arena was not built for.
 
-
-def _refuse_misfit(draft: Draft, arena: Arena) -> None:
-    given, read = arena.answers[0].taps.shape[-1], draft.fc.in_features
-    if given != read:
+    Raises:
+        UsageError: the draft reads other taps or drafts another number of slots.
+    """
+    taps, read, slots = list(arena.about["taps"]), list(draft.config.target_layer_ids), draft.config.num_slots
+    if (read, slots) != (taps, arena.slots):
         raise UsageError(
-            f"the arena holds {given} tap values a token and the draft reads {read}; build it with the taps "
-            f"{list(draft.config.target_layer_ids)}."
-        )
-    if draft.config.num_slots != arena.slots:
-        raise UsageError(
-            f"the draft has {draft.config.num_slots} slots and the arena {arena.slots}; build an arena for it."
+            f"{name!r} reads taps {read} and drafts {slots} slots, but the arena holds taps {taps} and blocks of "
+            f"{arena.slots}; build an arena for this draft."
         )

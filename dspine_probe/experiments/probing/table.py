@@ -19,8 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from dspine_probe.experiments.common.intervals import Draws, Estimate, Scores, estimate
-from dspine_probe.experiments.common.linear_probe import Probe
+from dspine_probe.experiments.common.intervals import Draws, Scores, estimate
 from dspine_probe.experiments.common.rows import RowBuilder
 from dspine_probe.experiments.common.schema import MINUS, Result
 from dspine_probe.experiments.common.wording import points
@@ -48,23 +47,17 @@ class ProbingResult(Result):
     coverage: Mapping[str, Mapping[str, float]]
     skipped: Mapping[str, str]
 
-    @property
-    def failed_fits(self) -> int:
-        """Fits that did not converge and were not used, over all penalties."""
-        return sum(fit["failed"] for fit in self.fits)
-
     def findings(self) -> list[str]:
         """What the table says, in sentences computed from it."""
-        return [*(line for draft in self.drafts for line in _findings(self, draft)), self._convergence()]
-
-    def _convergence(self) -> str:
         penalties = self.config["probe"]["penalties"]
+        failed = sum(fit["failed"] for fit in self.fits)
         edge = sum(fit["penalty"] in (min(penalties), max(penalties)) for fit in self.fits)
-        return (
-            f"{self.failed_fits} of {len(penalties) * len(self.fits)} fits did not converge and were not used; "
+        convergence = (
+            f"{failed} of {len(penalties) * len(self.fits)} fits did not converge and were not used; "
             f"{self.failed_codes} fits of description lengths did not; {edge} of {len(self.fits)} probes "
             "chose a penalty at an end of the range."
         )
+        return [*(line for draft in self.drafts for line in _findings(self, draft)), convergence]
 
 
 class Key(NamedTuple):
@@ -79,47 +72,24 @@ class Key(NamedTuple):
 class Measurements:
     """What a study collects: one entry a repeat in every list."""
 
-    right: dict[Key, list[Scores]] = field(default_factory=lambda: defaultdict(list))
-    right_unseen: dict[Key, list[Scores]] = field(default_factory=lambda: defaultdict(list))
-    bits: dict[Key, list[Scores]] = field(default_factory=lambda: defaultdict(list))
+    scores: dict[str, dict[Key, list[Scores]]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(list)))
     uniform: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     coverage: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     fits: list[dict[str, Any]] = field(default_factory=list)
     failed_codes: int = 0
-
-    def note(self, key: Key, repeat: int, probe: Probe, width: int) -> None:
-        """Put a fit on record."""
-        self.fits.append(
-            {
-                **key._asdict(),
-                "repeat": repeat,
-                "penalty": probe.penalty,
-                "failed": probe.failed,
-                "rows": probe.rows,
-                "rows_per_feature": probe.rows / width,
-                "train_accuracy": probe.train_accuracy,
-                "validation_accuracy": probe.validation_accuracy,
-            }
-        )
 
     def usual_penalty(self, key: Key) -> float:
         """The penalty chosen most often so far at this key."""
         chosen = [fit["penalty"] for fit in self.fits if Key(fit["question"], fit["probe"], fit["depth"]) == key]
         return Counter(chosen).most_common(1)[0][0]
 
-    def mean_coverage(self) -> dict[str, float]:
-        """By question, the share of rows that were asked."""
-        return {question: sum(shares) / len(shares) for question, shares in self.coverage.items()}
-
 
 def add_rows(rows: RowBuilder, draft: str, found: Measurements, draws: Draws) -> None:
     """Rows of every question, probe, depth and metric of a draft, for all slots and for each."""
-    for metric, scores in ((ACCURACY, found.right), (UNSEEN, found.right_unseen)):
-        for key, repeats in scores.items():
+    for metric in (ACCURACY, UNSEEN):
+        for key, repeats in [*found.scores[metric].items(), *_contrasts(found.scores[metric])]:
             _add(rows, draft, key, metric, repeats, draws)
-        for key, changes in _contrasts(scores):
-            _add(rows, draft, key, metric, changes, draws)
-    for key, repeats in found.bits.items():
+    for key, repeats in found.scores[BITS].items():
         _add(rows, draft, key, BITS, repeats, draws)
         uniform = sum(found.uniform[key.question]) / len(found.uniform[key.question])
         _add(rows, draft, key, COMPRESSION, repeats, draws, uniform=uniform)
@@ -143,35 +113,27 @@ def _add(
     draft: str,
     key: Key,
     metric: str,
-    repeats: Sequence[Scores],
+    repeats: list[Scores],
     draws: Draws,
-    *,
     uniform: float | None = None,
 ) -> None:
     """The mean of all slots, then every slot; with `uniform`, that over the mean (compression)."""
-    scores = torch.stack(list(repeats)).nanmean(0)
+
+    def reduced(means: Float[Tensor, "draw set slot"]) -> Float[Tensor, "draw"]:
+        values = means.nanmean(-1).nanmean(-1)
+        return values if uniform is None else uniform / values
+
+    scores = torch.stack(repeats).nanmean(0)
     means, once = draws.means(scores), replace(draws, weights=draws.weights[:1])
     each = torch.stack([once.means(one)[0] for one in repeats])
     for slot in range(scores.shape[1] + 1):
         part = slice(None) if slot == 0 else slice(slot - 1, slot)
-        measured = ~scores[:, part].isnan()
-        if not measured.any():
+        if not (n := int((~scores[:, part].isnan()).sum())):
             continue
-        values, spread = _reduce(means[..., part], uniform), _reduce(each[..., part], uniform)
-        found: dict[str, Estimate | float] = {
-            metric: estimate(values[0], values[1:]),
-            metric + SPREAD: float(spread[~spread.isnan()].std()),
-        }
-        for name, value in found.items():
-            rows.add(
-                value, draft=draft, metric=name, n=int(measured.sum()), depth=key.depth, slot=slot or "",
-                question=key.question, probe=key.probe,
-            )  # fmt: skip
-
-
-def _reduce(means: Float[Tensor, "draw set slot"], uniform: float | None) -> Float[Tensor, "draw"]:
-    values = means.nanmean(-1).nanmean(-1)
-    return values if uniform is None else uniform / values
+        values, spread = reduced(means[..., part]), reduced(each[..., part])
+        at = {"draft": draft, "n": n, "slot": slot or "", **key._asdict()}
+        rows.add(estimate(values[0], values[1:]), metric=metric, **at)
+        rows.add(float(spread[~spread.isnan()].std()), metric=metric + SPREAD, **at)
 
 
 def _findings(result: ProbingResult, draft: str) -> Iterator[str]:
