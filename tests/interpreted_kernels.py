@@ -13,9 +13,8 @@ from benchmarks.gpu.checks import COMPARISONS, check_kernels
 from benchmarks.gpu.markov import MarkovHead, markov_tokens
 from benchmarks.gpu.problem import EMBEDDED, ODD, Problem
 from dspine_probe.decoding.kernels.candidates import top_candidates
-from dspine_probe.decoding.kernels.last_write import PairParts
 from dspine_probe.decoding.kernels.launch import usable
-from dspine_probe.decoding.kernels.walk import plan_walk, walk_scores
+from dspine_probe.decoding.kernels.walk import plan_walk, unit_parts, walk
 
 SPINE = ("injection", "pair scores", "walk, greedy")
 PROBLEMS = {
@@ -51,9 +50,9 @@ def distribution_of_the_walk() -> dict[str, object]:
     candidates = torch.arange(K).expand(DRAWS, SLOTS, K).contiguous()
     noise = torch.rand(DRAWS, SLOTS, generator=generator)
     scores = table.expand(DRAWS, -1, -1, -1).contiguous()
-    parts = PairParts(scores[None], torch.ones(1, DRAWS, SLOTS, K), 1, 0.0)
-    launch, walked = plan_walk(parts, candidates, 0.8, noise, together=TOGETHER)
-    launch.run()
+    parts = unit_parts(scores)
+    launches, walked = plan_walk(parts, candidates, 0.8, noise, together=TOGETHER)
+    launches[0].run()
     step = (table[0].double() / 0.8).softmax(-1)
     expected, found = [], []
     codes = (walked.tokens * torch.tensor([K * K, K, 1])).sum(1)
@@ -70,7 +69,7 @@ def ties() -> dict[str, list]:
     scores[0, 0, [650, 31, 30]] = 1.0
     head = MarkovHead(torch.zeros(700, 6), torch.zeros(700, 6))
     return {
-        "walk": [walk_scores(flat, candidates).tokens.tolist(), candidates[..., 0].tolist()],
+        "walk": [walk(unit_parts(flat), candidates).tokens.tolist(), candidates[..., 0].tolist()],
         "candidates": [top_candidates(scores, 3)[0, 0].tolist(), [30, 31, 650]],
         "markov": [markov_tokens(scores, torch.tensor([5]), head).tolist(), [[30, 0, 0]]],
         "minus infinity": [
@@ -85,7 +84,7 @@ def extremes() -> dict[str, bool]:
     scores = torch.tensor([0.0, -1e4, 1.0]).expand(1, 2, 3, 3).contiguous()
     candidates = torch.arange(6).view(1, 2, 3)
     ends = [0.0, 1 - 2**-24, torch.nextafter(torch.tensor(1.0), torch.tensor(0.0)).item()]
-    drawn = [walk_scores(scores, candidates, noise=torch.full((1, 2), u)) for u in ends]
+    drawn = [walk(unit_parts(scores), candidates, noise=torch.full((1, 2), u)) for u in ends]
     return {
         "never one of weight 0": all(not {1, 4} & set(w.tokens.flatten().tolist()) for w in drawn),
         "lowest and highest": [w.tokens[0].tolist() for w in drawn] == [[0, 3], [2, 5], [2, 5]],

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from dspine_probe.cli.main import app
 from dspine_probe.config import DFLASH, DSPINE
-from dspine_probe.decoding.generate import generate
+from dspine_probe.decoding.generate import Generation, generate
 from dspine_probe.decoding.offline import Rounds, simulate_rounds
 from dspine_probe.drafts import Draft
 from dspine_probe.drafts.checkpoint import save_draft
@@ -40,6 +40,13 @@ def tapped(target: Target, draft: Draft, prompt: list[int], answer: tuple[int, .
     return TappedAnswer(tokens, len(prompt), taps)
 
 
+def rounds_of(found: Generation) -> Rounds:
+    """The rounds of a real decoding run."""
+    done, length = found.rounds, len(found.prompt_ids) + len(found.tokens)
+    slots = len(done[0].drafted) if done else 0
+    return Rounds(tuple(one.anchor for one in done), tuple(one.accepted for one in done), length, slots)
+
+
 @pytest.mark.parametrize("architecture", [DFLASH, DSPINE])
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_offline_walk_is_real_decoding_round_for_round(kind: str, architecture: str):
@@ -54,7 +61,7 @@ def test_offline_walk_is_real_decoding_round_for_round(kind: str, architecture: 
         for batch_size in (1, 7):
             walked = simulate_rounds(draft, answers, batch_size=batch_size, width=width)
             for one, rounds in zip(real, walked, strict=True):
-                assert rounds == Rounds.of(one)
+                assert rounds == rounds_of(one)
                 assert rounds.committed == tuple(len(done.committed) for done in one.rounds)
 
 
@@ -67,7 +74,7 @@ def test_walk_with_long_and_cut_rounds():
         plain = generate(target, None, prompt, max_new_tokens=NEW)
         wrong = set((torch.rand(64, generator=generator) < 0.3).nonzero().flatten().tolist())
         draft = scripted(target, [*prompt, *plain.tokens], wrong)
-        real = Rounds.of(generate(target, draft, prompt, max_new_tokens=NEW))
+        real = rounds_of(generate(target, draft, prompt, max_new_tokens=NEW))
         draft.exact_context = False
         assert simulate_rounds(draft, [tapped(target, draft, prompt, plain.tokens)]) == [real]
         ends.add((plain.finish, bool(real.anchors) and real.accepted[-1] == real.left[-1]))
@@ -213,7 +220,7 @@ def test_evaluate_is_real_decoding_of_every_draft():
         found = {one.id: one for one in result.counts.of(name)}
         for prompt, ids in zip(named, listed, strict=True):
             real = generate(target, draft, ids, max_new_tokens=NEW)
-            expected = Rounds.of(real)
+            expected = rounds_of(real)
             stopped = real.finish == "stop"
             assert found[prompt.id] == count_rounds(name, prompt.set, prompt.id, expected, stopped=stopped, slots=4)
     assert {stage for stage, _, _ in seen} == {"answers", "walks"}

@@ -37,7 +37,7 @@ def test_target_engine_reads_what_a_whole_pass_reads(kind: str):
         whole = target.hidden_states(torch.tensor([LISTED[row]]), TAPS)
         near(scores[row], target.logits(whole.final[0, -1]))
         near(engine.taps[row, : len(LISTED[row])], whole.taps[0])
-    memory = engine.cache.keys.data_ptr()
+    memory = engine.keys.data_ptr()
     for turn, kept in enumerate(KEPT):
         tokens = torch.randint(3, VOCAB, (len(rows), WIDTH), generator=generator)
         scores = engine.forward(tokens)
@@ -51,7 +51,7 @@ def test_target_engine_reads_what_a_whole_pass_reads(kind: str):
         if turn == 0:
             engine.select([0, 2, 3])
             rows = [0, 2, 3]
-    assert engine.cache.keys.data_ptr() == memory, "the cache was allocated again"
+    assert engine.keys.data_ptr() == memory, "the cache was allocated again"
 
 
 @torch.inference_mode()

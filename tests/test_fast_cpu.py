@@ -11,8 +11,7 @@ from tiny import VOCAB, prompts, tiny_draft, tiny_target
 from torch.nn import functional as F
 
 from dspine_probe.config import DFLASH, DSPINE
-from dspine_probe.decoding.cpu import build
-from dspine_probe.decoding.cpu import rows as row_slots
+from dspine_probe.decoding.cpu import build, stack
 from dspine_probe.decoding.cpu.build import NotBuilt
 from dspine_probe.decoding.cpu.kernels import Kernels
 from dspine_probe.decoding.fast_cpu import FastCpu
@@ -111,7 +110,7 @@ def test_what_was_rolled_back_leaves_no_trace(exact: FastCpu):
 
 
 def test_a_prompt_longer_than_one_call_takes_is_read_whole(exact: FastCpu, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(row_slots, "MAX_ROWS", 64)
+    monkeypatch.setattr(stack, "MAX_ROWS", 64)
     target = tiny_target()
     prompt = torch.randint(3, VOCAB, (64 + 37,), generator=torch.Generator().manual_seed(2)).tolist()
     for draft in (None, tiny_draft(target, DSPINE)):
@@ -128,7 +127,7 @@ def test_taps_are_those_of_the_target(exact: FastCpu):
 
 
 def test_only_context_rows_that_count_are_computed(exact: FastCpu, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(row_slots, "MAX_ROWS", 128)
+    monkeypatch.setattr(stack, "MAX_ROWS", 128)
     target = tiny_target()
     engine = exact.open_draft(tiny_draft(target, DSPINE), rows=3, capacity=200, width=5)
     seen: list[int] = []

@@ -2,6 +2,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from benchmarks.gpu.gru import GRUHead, gru_step
 from benchmarks.gpu.problem import ODD, Problem
 from dspine_probe.decoding.kernels import injection
 from dspine_probe.decoding.kernels.candidates import top_candidates
-from dspine_probe.decoding.kernels.folding import LayerInjection, code_tables, fold
+from dspine_probe.decoding.kernels.injection import fold
 from dspine_probe.decoding.kernels.last_write import Pairs, Refiner, pair_parts
 from dspine_probe.decoding.kernels.launch import block, pow2, usable
 from dspine_probe.decoding.kernels.walk import walk
@@ -67,18 +68,16 @@ def test_the_ends_of_the_unit_interval_and_unfit_tensors(interpreted, case):
 # ---- torch alone: the references are the drafts' own arithmetic
 
 
-def folded(draft: DSpine, layer: int) -> tuple[LayerInjection, Refiner]:
-    weights, tables = fold(draft.injection, layer), code_tables(draft.injection, draft.codes)
+def folded(draft: DSpine, layer: int) -> Refiner:
     norm = draft.ln_final
-    return weights, Refiner(weights, tables, norm.weight.detach(), norm.eps, draft.head)
+    return Refiner(fold(draft.injection, draft.codes)[layer], norm.weight.detach(), norm.eps, draft.head)
 
 
 def test_a_folded_injection_is_the_drafts_own():
     draft = toy_draft("dspine")
     h, anchors = torch.randn(3, 4, 16), torch.tensor([3, 0, 31])
     for layer in range(len(draft.blocks)):
-        weights, refiner = folded(draft, layer)
-        out, _ = injection.inject(h.flatten(0, 1), anchors, weights, refiner.tables)
+        out, _ = injection.inject(h.flatten(0, 1), anchors, folded(draft, layer).weights)
         expected = draft.inject(layer, h, draft.message_codes(anchors, h.dtype)[:, None])
         torch.testing.assert_close(out.view_as(h), expected)
         assert torch.equal(out.view_as(h)[:, 0], h[:, 0])
@@ -92,21 +91,21 @@ def test_pair_scores_and_walks_are_those_of_the_transition_cache(trimmed):
     draft = toy_draft("dspine", vocabulary=vocabulary)
     h, anchors = torch.randn(3, 4, 16), torch.tensor([3, 0, 31])
     last = len(draft.blocks) - 1
-    weights, refiner = folded(draft, last)
+    refiner = folded(draft, last)
     hidden = draft.ln_final(draft.inject(last, h, draft.message_codes(anchors, h.dtype)[:, None]))
     cache = draft.transition_cache(BlockStates((), h, hidden), anchors)
     index = top_candidates(draft.logits(hidden[:, 1:]), draft.spine.top_k)
     assert torch.equal(draft.to_tokens(index), cache.candidates)
     flat = h.flatten(0, 1)
     pairs = Pairs(cache.candidates, index, anchors)
-    parts = pair_parts(flat, injection.read(flat, weights), pairs, refiner)
+    parts = pair_parts(flat, injection.read(flat, refiner.weights), pairs, refiner)
     torch.testing.assert_close(parts.scores(), cache.scores, rtol=1e-4, atol=1e-4)
     assert torch.equal(walk(parts, cache.candidates).tokens, cache.walk_greedy())
     noise = torch.rand(3, 3)
     sampled = walk(parts, cache.candidates, temperature=0.7, noise=noise)
     tokens, probs = cache.walk_sampled(0.7, noise)
     assert torch.equal(sampled.tokens, tokens)
-    torch.testing.assert_close(sampled.probs, probs, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(sampled.q.probs, probs, rtol=1e-3, atol=1e-4)
 
 
 def test_the_gru_is_that_of_torch():
@@ -130,14 +129,13 @@ def test_without_a_gpu_and_the_interpreter_torch_computes():
 
 def test_a_check_notices_a_wrong_kernel(monkeypatch):
     problem = Problem.make(ODD, torch.float32, "cpu", torch.Generator().manual_seed(0))
-    rounded = problem.refiner.weights.read.bfloat16().float()
-    wrong = LayerInjection(rounded, problem.refiner.weights.write, problem.refiner.weights.bias)
-    honest = injection.read_reference
+    weights = problem.refiner.weights
+    wrong, honest = replace(weights, read=weights.read.bfloat16().float()), injection.read
 
     def careless(h, weights):
         return honest(h, wrong if h.dtype == torch.float32 else weights)
 
-    monkeypatch.setattr(injection, "read_reference", careless)
+    monkeypatch.setattr(injection, "read", careless)
     assert COMPARISONS["injection"](problem) > 10 * BOUNDS[torch.float32]
 
 

@@ -1,4 +1,4 @@
-"""Every kernel against its torch reference in float64, on the same rounded inputs.
+"""Every kernel against its torch code in float64, on the same rounded inputs.
 
 A kernel that computes numbers is judged by ‖out − reference‖ / ‖reference‖. One that chooses tokens is judged by
 regret: the exact score of the best token less that of the chosen one, given the kernel's own earlier choices, over the
@@ -18,19 +18,14 @@ from torch.nn import functional as F
 from benchmarks.gpu.gru import gru_step, gru_tokens
 from benchmarks.gpu.markov import markov_tokens
 from benchmarks.gpu.problem import Problem
-from dspine_probe.decoding.kernels.block_attention import block_attention, block_attention_reference
+from dspine_probe.decoding.kernels.block_attention import block_attention
 from dspine_probe.decoding.kernels.candidates import top_candidates
-from dspine_probe.decoding.kernels.injection import inject, read, read_reference, write_reference
-from dspine_probe.decoding.kernels.last_write import pair_parts, pair_parts_reference
+from dspine_probe.decoding.kernels.injection import inject, read
+from dspine_probe.decoding.kernels.last_write import pair_parts
 from dspine_probe.decoding.kernels.launch import usable
-from dspine_probe.decoding.kernels.layer_ops import (
-    Heads,
-    LayerCache,
-    rotate_and_store,
-    rotate_and_store_reference,
-    silu_mul,
-)
-from dspine_probe.decoding.kernels.walk import walk, walk_reference
+from dspine_probe.decoding.kernels.layer_ops import Heads, LayerCache, rotate_and_store, silu_mul
+from dspine_probe.decoding.kernels.walk import walk
+from dspine_probe.drafts.transition import TransitionCache
 
 BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
@@ -66,17 +61,16 @@ def _relative(out: Tensor, reference: Tensor) -> Tensor:
 
 
 def _injection(p: Problem) -> Tensor:
-    weights, tables = p.refiner.weights, p.refiner.tables
-    out, _ = inject(p.h, p.anchors, weights, tables)
-    wide = p.h.double()
-    exact = write_reference(wide, read_reference(wide, weights), p.anchors, weights, tables)
+    weights, wide = p.refiner.weights, p.h.double()
+    out, _ = inject(p.h, p.anchors, weights)
+    exact, _ = inject(wide, p.anchors, weights)
     return _relative(out.double() - wide, exact - wide)  # of what was written, not of what was there
 
 
 def _pairs(p: Problem) -> Tensor:
     scores = pair_parts(p.h, read(p.h, p.refiner.weights), p.pairs, p.refiner).scores()
     wide = p.h.double()
-    exact = pair_parts_reference(wide, read_reference(wide, p.refiner.weights), p.pairs, p.refiner)
+    exact = pair_parts(wide, read(wide, p.refiner.weights), p.pairs, p.refiner)
     return _relative(scores, exact.scores())
 
 
@@ -85,11 +79,11 @@ def _walk(p: Problem, *, sampled: bool) -> Tensor:
     parts = pair_parts(p.h, read(p.h, p.refiner.weights), p.pairs, p.refiner)
     noise = p.noise if sampled else None
     ours = walk(parts, p.pairs.candidates, temperature=0.7, noise=noise)
-    exact = walk_reference(parts.scores(), p.pairs.candidates, 0.7, noise)
-    wrong = (ours.tokens != exact.tokens).double().mean()
-    if ours.probs is None or exact.probs is None:
-        return wrong
-    return wrong + _relative(ours.probs, exact.probs)
+    table = TransitionCache(p.pairs.candidates, parts.scores())
+    if noise is None or ours.q is None:
+        return (ours.tokens != table.walk_greedy()).double().mean()
+    tokens, probs = table.walk_sampled(0.7, noise)
+    return (ours.tokens != tokens).double().mean() + _relative(ours.q.probs, probs)
 
 
 def _candidates(p: Problem) -> Tensor:
@@ -103,7 +97,7 @@ def _rotation(p: Problem) -> Tensor:
     ours, exact = (LayerCache(c.keys.clone(), c.values.clone()) for c in (p.cache, _double(p.cache)))
     queries = rotate_and_store(p.qkv, p.heads, p.rotary, p.starts, ours)
     heads = replace(p.heads, q_norm=_wide(p.heads.q_norm), k_norm=_wide(p.heads.k_norm))
-    expected = rotate_and_store_reference(p.qkv.double(), heads, p.rotary, p.starts, exact)
+    expected = rotate_and_store(p.qkv.double(), heads, p.rotary, p.starts, exact)
     pairs = ((queries, expected), (ours.keys, exact.keys), (ours.values, exact.values))
     return torch.stack([_relative(*pair) for pair in pairs]).max()
 
@@ -111,7 +105,7 @@ def _rotation(p: Problem) -> Tensor:
 def _attention(p: Problem, *, causal: bool) -> Tensor:
     queries = p.qkv.unflatten(-1, (-1, p.sizes.d_head))[:, : p.sizes.heads].contiguous()
     out = block_attention(queries, p.cache, p.starts, causal=causal)
-    exact = block_attention_reference(queries.double(), _double(p.cache), p.starts, causal=causal)
+    exact = block_attention(queries.double(), _double(p.cache), p.starts, causal=causal)
     return _relative(out, exact)
 
 

@@ -2,7 +2,7 @@
 
 The state s has consumed the anchor and every earlier proposal; the first proposal uses U alone. A slot is three
 launches: state, projection, vocabulary. What depends on no earlier slot is made before: W_p's part of h_t in one
-product for all slots, and the GRU's input product as a table over the vocabulary, as `CodeTables` are for DSpine.
+product for all slots, and the GRU's input product as a table over the vocabulary, as in `LayerInjection`.
 Entry point: `gru_tokens`.
 """
 

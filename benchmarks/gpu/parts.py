@@ -16,13 +16,13 @@ from benchmarks.gpu.gru import gru_tokens
 from benchmarks.gpu.markov import markov_tokens
 from benchmarks.gpu.models import Models
 from dspine_probe.decoding.fast_gpu import FastGpu
-from dspine_probe.decoding.gpu.draft import GpuDraft, Trunk
+from dspine_probe.decoding.gpu.draft import GpuDraft
 from dspine_probe.decoding.gpu.target import GpuTarget
 from dspine_probe.decoding.graphs import Capturing
 from dspine_probe.decoding.kernels.candidates import top_candidates
-from dspine_probe.decoding.kernels.injection import inject
+from dspine_probe.decoding.kernels.injection import LayerReads, inject
 from dspine_probe.decoding.kernels.last_write import Pairs, pair_parts
-from dspine_probe.decoding.kernels.walk import walk, walk_scores
+from dspine_probe.decoding.kernels.walk import unit_parts, walk
 from dspine_probe.decoding.verify import verify_greedy
 
 
@@ -58,7 +58,7 @@ def open_bench(models: Models, engines: FastGpu, batch: int, context: int) -> Be
     sizes = {"rows": batch, "capacity": context + 16 * g.block, "width": g.block}
     target = engines.open_target(models.target, taps=models.draft.config.target_layer_ids, **sizes)
     draft = engines.open_draft(models.draft, **sizes)
-    without = replace(draft.fused, injections=(), refiner=None)
+    without = replace(draft.fused, injections=[], refiner=None)
     plain = GpuDraft(models.draft, without, **sizes, how=draft.how)
     ids = torch.randint(0, g.vocab - 1, (batch, context)).tolist()
     anchors = target.prefill(ids).max(dim=-1).indices
@@ -75,7 +75,7 @@ def parts_of(bench: Bench) -> list[Part]:
 
 def _trunk_parts(bench: Bench) -> list[Part]:
     g, draft = bench.models.geometry, bench.draft
-    fused, starts, anchors = draft.fused, bench.draft.rows.ends, bench.anchors
+    fused, starts, anchors = draft.fused, draft.ends, bench.anchors
     assert fused.refiner is not None
     taps = bench.target.taps[:, : g.block].contiguous()
     layers = sum(_bytes(_weights(layer)) for layer in fused.layers) + _cached(bench, len(fused.layers))
@@ -85,7 +85,7 @@ def _trunk_parts(bench: Bench) -> list[Part]:
     def injections_alone() -> tuple[Tensor, ...]:
         x = rows
         for weights in fused.injections:
-            x, _ = inject(x, anchors, weights, fused.refiner.tables)
+            x, _ = inject(x, anchors, weights)
         return (x,)
 
     return [
@@ -102,20 +102,21 @@ def _head_parts(bench: Bench) -> list[Part]:
     """From the block's last states on: DSpine's cache, and the heads of the other drafts."""
     models, draft = bench.models, bench.draft
     g, head = models.geometry, models.draft.head
-    trunk = _trunk(bench)
-    assert draft.fused.refiner is not None and trunk.pre_write is not None and trunk.readings is not None
-    unary = draft._logits(trunk)
-    hidden = trunk.hidden[:, 1:].contiguous()
+    states, _, pre_write, *read = draft._block(bench.anchors, draft.ends)
+    readings = LayerReads(*read)
+    assert draft.fused.refiner is not None
+    hidden = states[:, 1:].contiguous()
+    unary = models.draft.logits(hidden)
     index = top_candidates(unary, g.k)
     pairs, refiner = Pairs(index, index, bench.anchors), draft.fused.refiner
-    scored = pair_parts(trunk.pre_write, trunk.readings, pairs, refiner)
+    scored = pair_parts(pre_write, readings, pairs, refiner)
     noise = torch.rand(index.shape[:2], device=index.device)
     slots, size = g.block - 1, head.element_size()
     cells = bench.batch * slots * g.k
 
     def cache_and_walk() -> tuple[Tensor, ...]:
         found = top_candidates(unary, g.k)
-        parts = pair_parts(trunk.pre_write, trunk.readings, Pairs(found, found, bench.anchors), refiner)
+        parts = pair_parts(pre_write, readings, Pairs(found, found, bench.anchors), refiner)
         return (walk(parts, found).tokens,)
 
     def selector() -> tuple[Tensor, ...]:
@@ -124,18 +125,16 @@ def _head_parts(bench: Bench) -> list[Part]:
         gated = F.embedding(before, values.before) * F.linear(hidden, values.hidden)[:, :, None]
         scores = gated @ F.embedding(found, values.after).transpose(-1, -2)
         scores = scores + unary.gather(-1, found)[:, :, None]
-        return (walk_scores(scores.float(), found).tokens,)
+        return (walk(unit_parts(scores.float()), found).tokens,)
 
     read_unary = unary.numel() * size
     pair_bytes = _bytes((refiner.weights.write,)) + cells * size * (g.d_model + 2 * g.message)
     recurrent = _bytes((models.gru.recurrent, models.gru.of_state))
     return [
-        Part("scores of the vocabulary", lambda: (draft._logits(trunk),), _bytes((head,))),
+        Part("scores of the vocabulary", lambda: (models.draft.logits(hidden),), _bytes((head,))),
         Part("likeliest tokens", lambda: (unary.max(dim=-1).indices,), read_unary),
         Part("candidates", lambda: (top_candidates(unary, g.k),), read_unary),
-        Part(
-            "pair scores", lambda: (pair_parts(trunk.pre_write, trunk.readings, pairs, refiner).products,), pair_bytes
-        ),
+        Part("pair scores", lambda: (pair_parts(pre_write, readings, pairs, refiner).products,), pair_bytes),
         Part("walk, greedy", lambda: (walk(scored, index).tokens,), _bytes((scored.products,))),
         Part("walk, sampled", lambda: (walk(scored, index, noise=noise).tokens,), _bytes((scored.products,))),
         Part("DSpine: candidates, cache, walk", cache_and_walk, read_unary + pair_bytes),
@@ -155,13 +154,13 @@ def _head_parts(bench: Bench) -> list[Part]:
 
 def _target_parts(bench: Bench) -> list[Part]:
     g, target = bench.models.geometry, bench.target
-    layers = sum(_bytes(_weights(layer)) for layer in target.stack.layers)
-    needed = layers + _bytes((bench.models.target.head,)) + _cached(bench, len(target.stack.layers))
+    layers = sum(_bytes(_weights(layer)) for layer in target.layers)
+    needed = layers + _bytes((bench.models.target.head,)) + _cached(bench, len(target.layers))
     block = bench.anchors[:, None].expand(-1, g.block).contiguous()
     one = bench.anchors[:, None].contiguous()
     return [
-        Part("verify", lambda: target._verify(block, target.rows.ends), needed),
-        Part("plain step", lambda: target._verify(one, target.rows.ends), needed),
+        Part("verify", lambda: target._verify(block, target.ends), needed),
+        Part("plain step", lambda: target._verify(one, target.ends), needed),
     ]
 
 
@@ -208,20 +207,15 @@ def run_eagerly(bench: Bench) -> None:
 def _make_room(bench: Bench, draft: GpuDraft) -> None:
     """Forget the rounds so far when the caches are nearly full."""
     block = bench.models.geometry.block
-    if max(bench.target.rows.lengths) + 2 * block > bench.target.rows.capacity:
-        for rows in (bench.target.rows, draft.rows):
-            rows.grow([-8 * block] * bench.batch)
-
-
-def _trunk(bench: Bench) -> Trunk:
-    bench.draft._block(bench.anchors, bench.draft.rows.ends)
-    return bench.draft.trunks[bench.batch]
+    if max(bench.target.lengths) + 2 * block > bench.target.capacity:
+        for engine in (bench.target, draft):
+            engine.commit([-8 * block] * bench.batch)
 
 
 def _cached(bench: Bench, layers: int) -> int:
     """Bytes of keys and values of the context in so many layers."""
-    keys = bench.target.stack.keys
-    positions = sum(bench.target.rows.lengths)
+    keys = bench.target.keys
+    positions = sum(bench.target.lengths)
     return 2 * layers * positions * keys.shape[2] * keys.shape[4] * keys.element_size()
 
 

@@ -16,8 +16,7 @@ from benchmarks.gpu.gru import GRUHead, plan_gru
 from benchmarks.gpu.markov import MarkovHead, plan_markov
 from dspine_probe.decoding.kernels.block_attention import PIECE, plan_attention
 from dspine_probe.decoding.kernels.candidates import plan_top
-from dspine_probe.decoding.kernels.folding import CodeTables, LayerInjection
-from dspine_probe.decoding.kernels.injection import plan_read, plan_write
+from dspine_probe.decoding.kernels.injection import LayerInjection, plan_read, plan_write
 from dspine_probe.decoding.kernels.last_write import Pairs, Refiner, plan_pairs
 from dspine_probe.decoding.kernels.launch import Launch
 from dspine_probe.decoding.kernels.layer_ops import HalfRotary, Heads, LayerCache, plan_rotate, plan_silu_mul
@@ -83,8 +82,9 @@ class Problem:
             fill(s.rank + 3 * s.message, s.d_model, scale=s.d_model**-0.5),
             fill(s.d_model, s.message, scale=s.message**-0.5),
             fill(s.message),
+            fill(s.vocab, s.message),
+            fill(s.vocab, s.message),
         )
-        tables = CodeTables(fill(s.vocab, s.message), fill(s.vocab, s.message))
         head = fill(s.vocab, s.d_model, scale=s.d_model**-0.5)
         candidates = fill.ints(s.vocab, s.batch, draft_slots, s.k)
         anchors = fill.ints(s.vocab, s.batch)
@@ -95,7 +95,7 @@ class Problem:
             sizes=s,
             h=fill(rows, s.d_model, scale=3.0),
             anchors=anchors,
-            refiner=Refiner(weights, tables, fill(s.d_model), 1e-6, head),
+            refiner=Refiner(weights, fill(s.d_model), 1e-6, head),
             logits=fill(s.batch, draft_slots, s.vocab),
             pairs=Pairs(candidates, candidates, anchors),
             noise=torch.rand(s.batch, draft_slots, device=device, generator=generator),
@@ -118,18 +118,18 @@ class Problem:
 
     def launches(self) -> list[Launch]:
         """Every launch of the decoding path at these sizes, heads it is compared with included."""
-        weights, tables, batch = self.refiner.weights, self.refiner.tables, self.sizes.batch
+        weights, batch = self.refiner.weights, self.sizes.batch
         read, readings = plan_read(self.h, weights)
-        write, _ = plan_write(self.h, readings, self.anchors, weights, tables)
+        write, _ = plan_write(self.h, readings, self.anchors, weights)
         pair, parts = plan_pairs(self.h, readings, self.pairs, self.refiner)
-        walks = [plan_walk(parts, self.pairs.candidates, 1.0, noise)[0] for noise in (None, self.noise)]
+        walks = [plan_walk(parts, self.pairs.candidates, 1.0, noise)[0][0] for noise in (None, self.noise)]
         top, _ = plan_top(self.logits.flatten(0, 1), self.sizes.k)
         markov, _ = plan_markov(self.logits, self.anchors, self.markov)
         of_hidden = self.hidden.new_empty(batch, self.sizes.slots - 1, self.sizes.serial_rank)
         gru, _ = plan_gru(self.logits, of_hidden, self.anchors, self.gru)
         layers = [launch for width in self.widths for launch in self.layer_launches(width)]
         # The serial heads' slots after the third repeat the launches of the third.
-        return [read, write, pair, *walks, *top, *layers, *markov[:3], *gru[:8]]
+        return [*read, *write, *pair, *walks, *top, *layers, *markov[:3], *gru[:8]]
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -145,7 +145,7 @@ class Problem:
         silu, _ = plan_silu_mul(self.gate_up.new_empty(rows, 2 * s.inner))
         kv, alone = qkv.new_empty(rows, 2 * s.kv_heads * s.d_head), replace(self.heads, queries=0)
         context, _ = plan_rotate(kv, alone, self.rotary, self.starts, self.cache)
-        return [rotate, *attention, silu, context]
+        return [*rotate, *attention, *silu, *context]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A key and value cache that is allocated once and whose rows end at different positions.
+"""A key and value cache that is allocated once and whose rows end at different positions; prompts side by side.
 
 Rolling a row back means forgetting its length: what lies behind a row's end is stale, to be masked and written over.
 """
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from dspine_probe.errors import UsageError
 
@@ -44,7 +45,7 @@ class RowCache:
         owner = torch.arange(len(at), device=at.device)[:, None]
         self.keys[layer, owner, at], self.values[layer, owner, at] = keys, values
 
-    def grow(self, counts: Sequence[int]) -> None:
+    def commit(self, counts: Sequence[int]) -> None:
         """Count the next `counts[r]` positions of row r as its own."""
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
 
@@ -68,3 +69,12 @@ def require_room(length: int, width: int, capacity: int) -> None:
             f"a row of {length} tokens and {width} more do not fit a cache of {capacity} positions; "
             "open the engine with more capacity or shorten the prompt"
         )
+
+
+def padded_prompts(
+    prompts: Sequence[Sequence[int]], device: torch.device
+) -> tuple[Int[Tensor, "row width"], Int[Tensor, "row"]]:
+    """Prompts padded on the right to the longest, and where each of them ends."""
+    listed = [torch.tensor(prompt, dtype=torch.long, device="cpu") for prompt in prompts]
+    last = torch.tensor([len(prompt) - 1 for prompt in prompts], device="cpu")
+    return pad_sequence(listed, batch_first=True).to(device), last.to(device)

@@ -21,7 +21,6 @@ from dspine_probe.decoding.fast_cpu import FastCpu
 from dspine_probe.decoding.reference import REFERENCE
 from dspine_probe.decoding.requests import check, prompts_of
 from dspine_probe.errors import UsageError
-from dspine_probe.sampling import GREEDY
 from dspine_probe.target import Target
 
 ABANDON_STEPS = 32
@@ -69,11 +68,8 @@ def generate_greedy(
         UsageError: a prompt is empty or does not fit the context.
     """
 
-    def step(engine: TargetEngine, tokens: Int[Tensor, "row 1"]) -> Int[Tensor, "row"]:
-        return engine.greedy(tokens)[:, 0]
-
-    queue = _Queue(prompts_of(target, prompts), max_new_tokens, target.stop_ids, on_complete, should_stop, abandon)
-    return queue.run(target, batch_size, engines, step, lambda scores: scores.max(dim=-1).indices)
+    listed = prompts_of(target, prompts)
+    return _Queue(target, listed, max_new_tokens, batch_size, abandon, engines, None, on_complete, should_stop).run()
 
 
 def generate_sampled(
@@ -99,11 +95,7 @@ def generate_sampled(
     def choose(scores: Float[Tensor, "row vocab"]) -> Int[Tensor, "row"]:
         return sample_nucleus(scores, generator, temperature=temperature, top_p=top_p, top_k=top_k)
 
-    def step(engine: TargetEngine, tokens: Int[Tensor, "row 1"]) -> Int[Tensor, "row"]:
-        return choose(engine.forward(tokens)[:, 0])
-
-    queue = _Queue(prompts_of(target, prompts), max_new_tokens, target.stop_ids, None, None, abandon)
-    return queue.run(target, batch_size, engines, step, choose)
+    return _Queue(target, prompts_of(target, prompts), max_new_tokens, batch_size, abandon, engines, choose).run()
 
 
 def sample_nucleus(
@@ -126,68 +118,65 @@ class _Flight:
 
 @dataclass
 class _Queue:
-    """Prompts that wait, those in flight, and the completions of the rest."""
+    """Prompts that wait, those in flight, and the completions of the rest; without `choose` the likeliest tokens."""
 
+    target: Target
     prompts: list[list[int]]
     limit: int
-    stops: Sequence[int]
-    on_complete: Callable[[int, Completion], None] | None
-    should_stop: Callable[[], bool] | None
+    rows: int
     abandon: Callable[[Sequence[int]], bool] | None
+    engines: Engines | None
+    choose: Callable[[Float[Tensor, "row vocab"]], Int[Tensor, "row"]] | None
+    on_complete: Callable[[int, Completion], None] | None = None
+    should_stop: Callable[[], bool] | None = None
+    done: dict[int, Completion] = field(default_factory=dict)
 
-    def run(
-        self,
-        target: Target,
-        rows: int,
-        engines: Engines | None,
-        step: Callable[[TargetEngine, Tensor], Int[Tensor, "row"]],
-        choose: Callable[[Float[Tensor, "row vocab"]], Int[Tensor, "row"]],
-    ) -> list[Completion]:
+    @torch.inference_mode()
+    def run(self) -> list[Completion]:
         """Answer all prompts, at most `rows` at once."""
-        if rows < 1:
-            raise UsageError(f"batch_size is {rows}; give 1 or more")
-        check(target, None, self.prompts, self.limit, None, GREEDY, None)
+        if self.rows < 1:
+            raise UsageError(f"batch_size is {self.rows}; give 1 or more")
+        check(self.target, None, self.prompts, self.limit)
         if not self.prompts:
             return []
-        self.done: dict[int, Completion] = {}
         waiting, flights = deque(range(len(self.prompts))), list[_Flight]()
-        rows = min(rows, len(self.prompts))
-        engine = self._open(target, engines, rows)
-        with torch.inference_mode():
-            while True:
-                if self.should_stop is not None and self.should_stop():
-                    waiting.clear()
-                if waiting and len(flights) < (rows if engine.admits else 1):
-                    new = [_Flight(waiting.popleft()) for _ in range(min(rows - len(flights), len(waiting)))]
-                    flights += new
-                    chosen = choose(engine.prefill([self.prompts[flight.index] for flight in new]))
-                elif flights:
-                    new = flights
-                    last = [[flight.response[-1]] for flight in flights]
-                    chosen = step(engine, torch.tensor(last, device=target.device))
-                    engine.commit([1] * len(flights))
-                else:
-                    return [self.done[index] for index in sorted(self.done)]
-                for flight, token in zip(new, chosen.tolist(), strict=True):
-                    flight.response.append(token)
-                left = [row for row, flight in enumerate(flights) if not self._finished(flight)]
-                if len(left) < len(flights):
-                    flights = [flights[row] for row in left]
-                    engine.select(left)
+        rows = min(self.rows, len(self.prompts))
+        engine = self._open(rows)
+        while True:
+            if self.should_stop is not None and self.should_stop():
+                waiting.clear()
+            if waiting and len(flights) < (rows if engine.admits else 1):
+                new = [_Flight(waiting.popleft()) for _ in range(min(rows - len(flights), len(waiting)))]
+                flights += new
+                scores = engine.prefill([self.prompts[flight.index] for flight in new])
+                chosen = self.choose(scores) if self.choose else scores.max(dim=-1).indices
+            elif flights:
+                new = flights
+                last = torch.tensor([[flight.response[-1]] for flight in flights], device=self.target.device)
+                chosen = self.choose(engine.forward(last)[:, 0]) if self.choose else engine.greedy(last)[:, 0]
+                engine.commit([1] * len(flights))
+            else:
+                return [self.done[index] for index in sorted(self.done)]
+            for flight, token in zip(new, chosen.tolist(), strict=True):
+                flight.response.append(token)
+            left = [row for row, flight in enumerate(flights) if not self._finished(flight)]
+            if len(left) < len(flights):
+                flights = [flights[row] for row in left]
+                engine.select(left)
 
-    def _open(self, target: Target, engines: Engines | None, rows: int) -> TargetEngine:
-        capacity = max(map(len, self.prompts)) + self.limit
-        given = engines or (FastCpu(target.dtype) if target.device.type == "cpu" else REFERENCE)
+    def _open(self, rows: int) -> TargetEngine:
+        sizes = {"rows": rows, "capacity": max(map(len, self.prompts)) + self.limit, "width": 1}
+        if self.engines is not None:
+            return self.engines.open_target(self.target, taps=(), **sizes)
         try:
-            return given.open_target(target, taps=(), rows=rows, capacity=capacity, width=1)
+            fast = FastCpu(self.target.dtype) if self.target.device.type == "cpu" else REFERENCE
+            return fast.open_target(self.target, taps=(), **sizes)
         except UsageError:
-            if engines is not None:
-                raise
-            return REFERENCE.open_target(target, taps=(), rows=rows, capacity=capacity, width=1)
+            return REFERENCE.open_target(self.target, taps=(), **sizes)
 
     def _finished(self, flight: _Flight) -> bool:
         response = flight.response
-        if response[-1] in self.stops:
+        if response[-1] in self.target.stop_ids:
             finish: Literal["stop", "length", "abandoned"] = "stop"
         elif len(response) == self.limit:
             finish = "length"

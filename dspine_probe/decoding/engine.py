@@ -13,17 +13,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from dspine_probe.drafts import Draft
-from dspine_probe.drafts.proposal import Candidates, Proposal
+from dspine_probe.drafts.proposal import Proposal
 from dspine_probe.errors import UsageError
-from dspine_probe.sampling import pick, tempered
 from dspine_probe.target import Target
 
-__all__ = ["Candidates", "DraftEngine", "Engines", "Proposal", "TargetEngine", "check_width", "draw_marginals"]
+__all__ = ["DraftEngine", "Engines", "Proposal", "TargetEngine", "check_draft"]
 
 
 class TargetEngine(Protocol):
@@ -115,23 +113,11 @@ class Engines(Protocol):
         """
 
 
-def draw_marginals(
-    draft: Draft,
-    scores: Float[Tensor, "row draft_slot draft_vocab"],
-    temperature: float,
-    noise: Float[Tensor, "row draft_slot"],
-) -> Proposal:
-    """Every slot's token drawn from its own scores, for drafts whose slots do not depend on each other."""
-    probs = tempered(scores, temperature)
-    every = draft.to_tokens(torch.arange(probs.shape[-1], device=probs.device))
-    return Proposal(every[pick(probs, noise)], Candidates(every.expand_as(probs), probs))
-
-
-def check_width(draft: Draft, width: int) -> None:
-    """Refuse a block without draft slots, or with more slots than the draft was trained with.
+def check_draft(draft: Draft, width: int) -> None:
+    """Refuse blocks that this draft cannot fill.
 
     Raises:
-        UsageError: naming both numbers.
+        UsageError: they have too few or too many slots, or there are more candidates than tokens to propose.
     """
     if width < 2:
         raise UsageError(f"a block of {width} slots drafts nothing; give 2 or more, the anchor's slot included")
@@ -139,4 +125,9 @@ def check_width(draft: Draft, width: int) -> None:
         raise UsageError(
             f"a block of {width} slots is wider than the {draft.config.block_size} this draft was trained with; "
             "give no more than those"
+        )
+    if (draft.candidate_count or 0) > len(draft.head):
+        raise UsageError(
+            f"the draft ranks {draft.candidate_count} candidates a slot but proposes only {len(draft.head)} tokens; "
+            f"set top_k of its config to {len(draft.head)} or less"
         )

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 
@@ -48,38 +49,34 @@ class FastCpu:
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
         if dtype not in DTYPES:
             raise UsageError(f"fast CPU decoding was asked for {dtype}; it computes in bfloat16 or float32")
+        self.kernels: Kernels | None = None
         self.why_not_c: str | None = None
         try:
-            self.kernels: Kernels | None = Kernels(dtype)
+            self.kernels = Kernels(dtype)
         except NotBuilt as fault:
-            self.kernels, self.why_not_c = None, str(fault)
+            self.why_not_c = str(fault)
             warnings.warn(
                 f"the fast CPU engine has no C kernels here ({fault}), so the slower reference engine decodes instead; "
                 "install gcc or clang for speed",
                 stacklevel=2,
             )
-        self._targets: Prepared[Target, PackedTarget] = Prepared()
-        self._drafts: Prepared[Draft, PackedDraft] = Prepared()
+        kernels = cast(Kernels, self.kernels)  # nothing is packed without them
+        self._targets = Prepared(partial(PackedTarget.pack, kernels=kernels))
+        self._drafts = Prepared(partial(PackedDraft.pack, kernels=kernels))
 
     @property
     def about(self) -> dict[str, Any]:
-        """What computes, for the record of a measurement."""
-        if self.kernels is None:
-            return {**REFERENCE.about, "why not C": self.why_not_c}
-        return {**self.kernels.about, "why not C": None}
+        """See `Engines.about`."""
+        return {**(self.kernels or REFERENCE).about, "why not C": self.why_not_c}
 
     def open_target(self, target: Target, *, taps: Sequence[int], rows: int, capacity: int, width: int) -> TargetEngine:
         """See `Engines.open_target`; Llama and Qwen3 of plain build and without hooks, on the CPU."""
-        kernels, name = self.kernels, f"target '{target.name}'"
-        if kernels is None:
+        if self.kernels is None:
             return REFERENCE.open_target(target, taps=taps, rows=rows, capacity=capacity, width=width)
-        packed = self._targets.of(target, target.model, name, lambda: PackedTarget.pack(target, kernels))
-        return CpuTarget(target, packed, taps, rows, capacity)
+        return CpuTarget(target, self._targets.of(target), taps, rows, capacity)
 
     def open_draft(self, draft: Draft, *, rows: int, capacity: int, width: int) -> DraftEngine:
         """See `Engines.open_draft`; any draft on the CPU without hooks."""
-        kernels, name = self.kernels, f"the {type(draft).__name__}"
-        if kernels is None:
+        if self.kernels is None:
             return REFERENCE.open_draft(draft, rows=rows, capacity=capacity, width=width)
-        packed = self._drafts.of(draft, draft, name, lambda: PackedDraft.pack(draft, kernels))
-        return CpuDraft(draft, packed, rows, capacity, width)
+        return CpuDraft(draft, self._drafts.of(draft), rows, capacity, width)

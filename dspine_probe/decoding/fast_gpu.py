@@ -34,8 +34,7 @@ class FastGpu:
 
     def __init__(self, capture: Capturing | None = None) -> None:
         self.capture = capture
-        self._targets: Prepared[Target, FusedTarget] = Prepared()
-        self._drafts: Prepared[Draft, FusedDraft] = Prepared()
+        self._targets, self._drafts = Prepared(FusedTarget.fuse), Prepared(FusedDraft.fuse)
 
     @property
     def about(self) -> dict[str, Any]:
@@ -45,21 +44,15 @@ class FastGpu:
         return {
             "compute": "Triton kernels" if triton_runs else "torch in place of Triton kernels",
             "device": torch.cuda.get_device_name() if cuda else "cpu",
-            "why not graphs": self._how(torch.device("cuda" if cuda else "cpu")).reason,
+            "why not graphs": (self.capture or capturing(torch.device("cuda" if cuda else "cpu"))).reason,
         }
 
     def open_target(self, target: Target, *, taps: Sequence[int], rows: int, capacity: int, width: int) -> GpuTarget:
         """See `Engines.open_target`; Llama and Qwen3 of plain build and without hooks."""
-        name = f"target '{target.name}'"
-        fused = self._targets.of(target, target.model, name, lambda: FusedTarget.fuse(target))
-        return GpuTarget(target, fused, taps, rows=rows, capacity=capacity, how=self._how(target.device))
+        how = self.capture or capturing(target.device)
+        return GpuTarget(target, self._targets.of(target), taps, rows=rows, capacity=capacity, how=how)
 
     def open_draft(self, draft: Draft, *, rows: int, capacity: int, width: int) -> GpuDraft:
         """See `Engines.open_draft`; any draft without hooks. While the engine lives, hooking the draft is refused."""
-        name = f"the {type(draft).__name__}"
-        fused = self._drafts.of(draft, draft, name, lambda: FusedDraft.fuse(draft))
-        how = self._how(draft.fc.weight.device)
-        return GpuDraft(draft, fused, rows=rows, capacity=capacity, width=width, how=how)
-
-    def _how(self, device: torch.device) -> Capturing:
-        return self.capture or capturing(device)
+        how = self.capture or capturing(draft.fc.weight.device)
+        return GpuDraft(draft, self._drafts.of(draft), rows=rows, capacity=capacity, width=width, how=how)

@@ -21,10 +21,9 @@ from torch import Tensor
 
 from dspine_probe.decoding.clock import Clock
 from dspine_probe.decoding.engine import Engines
-from dspine_probe.decoding.generation import Generation, Round
+from dspine_probe.decoding.generation import Generation, Round, Row
 from dspine_probe.decoding.reference import REFERENCE
 from dspine_probe.decoding.requests import check, prompts_of
-from dspine_probe.decoding.rows import Row
 from dspine_probe.decoding.verify import Verdict, target_probs, verify_greedy, verify_sampled
 from dspine_probe.drafts import Draft
 from dspine_probe.drafts.proposal import Proposal
@@ -144,11 +143,6 @@ class _Batch:
 
     def run(self) -> None:
         """Write every row to its end."""
-        self._prefill()
-        while self.rows:
-            self._round()
-
-    def _prefill(self) -> None:
         scores = self.target.prefill([row.prompt for row in self.rows])
         if self.sampling.greedy:
             self.anchors = scores.max(dim=-1).indices
@@ -159,6 +153,8 @@ class _Batch:
         for row, token in zip(self.rows, first, strict=True):
             row.commit([token])
         self._advance([len(row.prompt) for row in self.rows])
+        while self.rows:
+            self._round()
 
     def _round(self) -> None:
         noise = None if self.sampling.greedy else self._noise(2 * self.slots + 1)
@@ -219,9 +215,8 @@ class _Batch:
 
     def _noise(self, count: int) -> Float[Tensor, "row number"]:
         """Uniform numbers, each row's from its own generator."""
-        return torch.stack([_uniform(row.generator, count) for row in self.rows]).to(self.device)
-
-
-def _uniform(generator: torch.Generator | None, count: int) -> Float[Tensor, "number"]:
-    device = "cpu" if generator is None else generator.device
-    return torch.rand(count, generator=generator, device=device, dtype=torch.float64)
+        drawn = []
+        for row in self.rows:
+            assert row.generator is not None
+            drawn.append(torch.rand(count, generator=row.generator, device=row.generator.device, dtype=torch.float64))
+        return torch.stack(drawn).to(self.device)

@@ -64,16 +64,16 @@ class FixedStep:
     Args:
         function: takes tensors by name, returns tensors.
         how: how to capture it.
-        source: a step whose outputs the function reads by itself. They stay where they are only if that step is
-            captured, so this one is captured only then, and called only after it.
+        source: a step whose outputs the function takes first. They stay where they are only if that step is captured,
+            so this one is captured only then, and called only after it.
     """
 
     def __init__(self, function: Callable[..., Outputs], how: Capturing, *, source: FixedStep | None = None) -> None:
         self.function, self.how, self.source = function, how, source
         self.buffers: dict[str, Tensor] = {}
         self.reason = how.reason
+        self.outputs: Outputs = ()
         self._replay: Replay | None = None
-        self._outputs: Outputs = ()
 
     def __call__(self, **values: Tensor) -> Outputs:
         """Results for these values. The first call fixes shapes and types, and captures.
@@ -85,14 +85,18 @@ class FixedStep:
         if self._replay is None and self.reason is None:
             self._capture()
         if self._replay is None:
-            return self.function(**self.buffers)
-        self._replay()
-        return self._outputs
+            self.outputs = self._run()
+        else:
+            self._replay()
+        return self.outputs
 
     @property
     def captured(self) -> bool:
         """Whether calls replay a graph."""
         return self._replay is not None
+
+    def _run(self) -> Outputs:
+        return self.function(*(self.source.outputs if self.source else ()), **self.buffers)
 
     def _take(self, values: dict[str, Tensor]) -> None:
         if not self.buffers:
@@ -116,7 +120,7 @@ class FixedStep:
             self.reason = f"the step before it is not captured ({self.source.reason})"
             return
         try:
-            self._replay, self._outputs = self.how.capture(lambda: self.function(**self.buffers))
+            self._replay, self.outputs = self.how.capture(self._run)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # an operation that a graph cannot hold

@@ -8,7 +8,7 @@ The rounds are those of `generate`, one for one (in exact arithmetic). Entry poi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from dspine_probe.decoding.generation import Generation
-from dspine_probe.decoding.requests import check_draft, token_ids
+from dspine_probe.decoding.engine import check_draft
+from dspine_probe.decoding.requests import token_ids
 from dspine_probe.drafts import Draft
 from dspine_probe.errors import UsageError
 
@@ -55,17 +55,6 @@ class Rounds:
     length: int
     slots: int
 
-    @classmethod
-    def of(cls, generation: Generation) -> Rounds:
-        """The rounds of a real decoding run."""
-        done = generation.rounds
-        return cls(
-            tuple(one.anchor for one in done),
-            tuple(one.accepted for one in done),
-            len(generation.prompt_ids) + len(generation.tokens),
-            len(done[0].drafted) if done else 0,
-        )
-
     @property
     def left(self) -> tuple[int, ...]:
         """Tokens of the answer behind each anchor."""
@@ -85,7 +74,6 @@ def simulate_rounds(
     width: int | None = None,
     anchor_override: Sequence[Int[Tensor, "n"]] | None = None,
     batch_size: int = 32,
-    on_rounds: Callable[[int], None] | None = None,
 ) -> list[Rounds]:
     """The rounds in which `draft` would have decoded each answer.
 
@@ -96,7 +84,6 @@ def simulate_rounds(
         anchor_override: tokens that the draft is given in place of each answer's own when they are anchors, as many
             as the answer has. What is kept and what the context holds stay true, so only the number of rounds changes.
         batch_size: answers simulated side by side.
-        on_rounds: called with the number of answers that are finished after every batch.
 
     Raises:
         UsageError: a token id outside the vocabulary, overrides that do not fit their answers, or a bad width.
@@ -112,8 +99,6 @@ def simulate_rounds(
         anchors = None if anchor_override is None else [anchor_override[i] for i in part]
         simulated = _simulate_batch(draft, [answers[i] for i in part], anchors, width)
         found.update(zip(part, simulated, strict=True))
-        if on_rounds is not None:
-            on_rounds(len(found))
     return [found[i] for i in range(len(answers))]
 
 

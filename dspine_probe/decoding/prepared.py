@@ -4,42 +4,46 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor, nn
 
+from dspine_probe.drafts import Draft
 from dspine_probe.errors import UsageError
+from dspine_probe.target import Target
 
-Model = TypeVar("Model", bound=Hashable)
 Made = TypeVar("Made")
 
 
-class Prepared(Generic[Model, Made]):
-    """Prepared forms of models, by model."""
+class Prepared(Generic[Made]):
+    """Prepared forms of targets or drafts, by model.
 
-    def __init__(self) -> None:
-        self._kept: weakref.WeakKeyDictionary[Model, tuple[Hashable, Made]] = weakref.WeakKeyDictionary()
+    Args:
+        make: prepares a model; what it returns must not hold on to the model.
+    """
+
+    def __init__(self, make: Callable[[Any], Made]) -> None:
+        self.make = make
+        self._kept: weakref.WeakKeyDictionary[Target | Draft, tuple[Hashable, Made]] = weakref.WeakKeyDictionary()
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def of(self, model: Model, module: nn.Module, name: str, make: Callable[[], Made]) -> Made:
+    def of(self, model: Target | Draft) -> Made:
         """The prepared form of a model as it is now.
 
-        Args:
-            model: what is decoded with.
-            module: holds its weights.
-            name: of the module, for messages.
-            make: prepares it; what it returns must not hold on to `model`.
-
         Raises:
-            UsageError: a hook is set on the module, which the prepared form would run past.
+            UsageError: a hook is set on it, which the prepared form would run past.
         """
+        if isinstance(model, Target):
+            module, name = model.model, f"target '{model.name}'"
+        else:
+            module, name = model, f"the {type(model).__name__}"
         refuse_hooked(module, name)
         state = tuple(_state(tensor) for tensor in (*module.parameters(), *module.buffers()))
         kept = self._kept.get(model)
         if kept is None or kept[0] != state:
-            kept = self._kept[model] = state, make()
+            kept = self._kept[model] = state, self.make(model)
         return kept[1]
 
 

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from dspine_probe.decoding.cache import RowCache
+from dspine_probe.decoding.cache import RowCache, padded_prompts
 from dspine_probe.drafts import Context, Draft
 from dspine_probe.drafts.proposal import Proposal
 from dspine_probe.errors import UsageError
@@ -43,7 +43,7 @@ class ReferenceEngines:
 REFERENCE = ReferenceEngines()
 
 
-class ReferenceTarget:
+class ReferenceTarget(RowCache):
     """A target in transformers. In a pass it stands in for their cache, of which a layer asks nothing but `update`."""
 
     admits = False
@@ -51,21 +51,17 @@ class ReferenceTarget:
     def __init__(self, target: Target, taps: Sequence[int], rows: int, capacity: int) -> None:
         if "sliding_attention" in (getattr(target.config, "layer_types", None) or ()):
             raise UsageError(f"target '{target.name}' has sliding-window layers, which this loop cannot roll back")
-        self.target, self.layers = target, tuple(taps)
-        self.cache = RowCache(target.num_layers, rows, capacity, target.num_kv_heads, target.head_dim, target.embedding)
+        super().__init__(target.num_layers, rows, capacity, target.num_kv_heads, target.head_dim, target.embedding)
+        self.target, self.tapped = target, tuple(taps)
         self.at = torch.empty(0, 0, dtype=torch.long)
         self.caught: dict[int, Tensor] = {}
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Float[Tensor, "row vocab"]:
         """See `TargetEngine.prefill`."""
-        counts = [len(prompt) for prompt in prompts]
-        ids = torch.zeros(len(prompts), max(counts), dtype=torch.long, device="cpu")
-        for row, prompt in enumerate(prompts):
-            ids[row, : len(prompt)] = torch.tensor(prompt, dtype=torch.long, device="cpu")
-        self.cache.lengths = [0] * len(prompts)
-        final = self._pass(ids.to(self.target.device))
-        self.commit(counts)
-        last = torch.tensor(counts, device=final.device) - 1
+        ids, last = padded_prompts(prompts, self.target.device)
+        self.lengths = [0] * len(prompts)
+        final = self._pass(ids)
+        self.commit([len(prompt) for prompt in prompts])
         return self.target.logits(final[torch.arange(len(prompts), device=final.device), last])
 
     def forward(self, tokens: Int[Tensor, "row width"]) -> Float[Tensor, "row width vocab"]:
@@ -79,15 +75,7 @@ class ReferenceTarget:
     @property
     def taps(self) -> Float[Tensor, "row width taps_d_model"]:
         """See `TargetEngine.taps`."""
-        return torch.cat([self.caught[layer] for layer in self.layers], dim=-1)
-
-    def commit(self, counts: Sequence[int]) -> None:
-        """See `TargetEngine.commit`."""
-        self.cache.grow(counts)
-
-    def select(self, rows: Sequence[int]) -> None:
-        """See `TargetEngine.select`."""
-        self.cache.select(rows)
+        return torch.cat([self.caught[layer] for layer in self.tapped], dim=-1)
 
     def update(
         self,
@@ -98,44 +86,41 @@ class ReferenceTarget:
         **__: object,
     ) -> tuple[Tensor, Tensor]:
         """Store what a layer computed; all keys and values up to the end of the longest row."""
-        self.cache.write(layer, self.at, keys.transpose(1, 2), values.transpose(1, 2))
+        self.write(layer, self.at, keys.transpose(1, 2), values.transpose(1, 2))
         view = slice(None, len(keys)), slice(None, self._reach())
-        return self.cache.keys[layer][view].transpose(1, 2), self.cache.values[layer][view].transpose(1, 2)
+        return self.keys[layer][view].transpose(1, 2), self.values[layer][view].transpose(1, 2)
 
     def _pass(self, tokens: Int[Tensor, "row width"]) -> Float[Tensor, "row width d_model"]:
-        self.at = self.cache.next(tokens.shape[1])
+        self.at = self.next(tokens.shape[1])
         hidden = torch.arange(self._reach(), device=tokens.device) > self.at[..., None]
         mask = torch.zeros(hidden.shape, device=tokens.device, dtype=self.target.dtype)
         mask = mask.masked_fill_(hidden, float("-inf"))[:, None]
-        with self.target.capture(self.layers) as self.caught:
+        with self.target.capture(self.tapped) as self.caught:
             passed = self.target.model.base_model(
                 input_ids=tokens, attention_mask=mask, position_ids=self.at, cache=self, use_cache=True
             )
         return passed.last_hidden_state
 
     def _reach(self) -> int:
-        return max(self.cache.lengths) + self.at.shape[1]
+        return max(self.lengths) + self.at.shape[1]
 
 
-class ReferenceDraft:
+class ReferenceDraft(RowCache):
     """A draft's own modules over its context."""
 
     def __init__(self, draft: Draft, rows: int, capacity: int, width: int) -> None:
-        config = draft.config
-        self.draft, self.width = draft, width
-        self.cache = RowCache(
-            config.num_hidden_layers, rows, capacity, config.num_key_value_heads, config.head_dim, draft.fc.weight
-        )
-        self.cache.lengths = [0] * rows
+        c = draft.config
+        super().__init__(c.num_hidden_layers, rows, capacity, c.num_key_value_heads, c.head_dim, draft.fc.weight)
+        self.draft, self.width, self.lengths = draft, width, [0] * rows
 
     def extend(self, taps: Float[Tensor, "row width taps_d_model"], counts: Sequence[int]) -> None:
         """See `DraftEngine.extend`."""
         like = self.draft.fc.weight
-        at = self.cache.next(taps.shape[1])
+        at = self.next(taps.shape[1])
         new = self.draft.encode_context(taps.to(like.device, like.dtype), start=at[:, 0])
         for layer, (keys, values) in enumerate(zip(new.keys, new.values, strict=True)):
-            self.cache.write(layer, at, keys, values)
-        self.cache.grow(counts)
+            self.write(layer, at, keys, values)
+        self.commit(counts)
 
     def propose(
         self,
@@ -146,20 +131,14 @@ class ReferenceDraft:
         on_trunk: Callable[[], None] | None = None,
     ) -> Proposal:
         """See `DraftEngine.propose`."""
-        view = slice(None, len(anchor_tokens)), slice(None, max(self.cache.lengths))
-        context = Context(
-            tuple(keys[view] for keys in self.cache.keys), tuple(values[view] for values in self.cache.values)
-        )
-        anchors, tokens = self.cache.next(1), anchor_tokens[:, None]
+        view = slice(None, len(anchor_tokens)), slice(None, max(self.lengths))
+        context = Context(tuple(keys[view] for keys in self.keys), tuple(values[view] for values in self.values))
+        anchors, tokens = self.next(1), anchor_tokens[:, None]
         with _after(self.draft.ln_final, on_trunk):
             if noise is None:
                 return Proposal(self.draft.draft_greedy(context, tokens, anchors, width=self.width))
             states = self.draft.run(context, tokens, anchors, width=self.width)
         return self.draft.propose(states, tokens, temperature=temperature, noise=noise)
-
-    def select(self, rows: Sequence[int]) -> None:
-        """See `DraftEngine.select`."""
-        self.cache.select(rows)
 
 
 @contextmanager

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from dspine_probe.decoding.engine import check_width
+from dspine_probe.decoding.engine import check_draft
 from dspine_probe.drafts import Draft
 from dspine_probe.errors import UsageError
-from dspine_probe.sampling import Sampling
+from dspine_probe.sampling import GREEDY, Sampling
 from dspine_probe.target import Target
 
 
@@ -21,18 +21,28 @@ def check(
     draft: Draft | None,
     prompts: Sequence[list[int]],
     max_new_tokens: int,
-    width: int | None,
-    sampling: Sampling,
-    generators: Sequence[torch.Generator] | None,
+    width: int | None = None,
+    sampling: Sampling = GREEDY,
+    generators: Sequence[torch.Generator] | None = None,
 ) -> int:
     """Refuse what cannot be met; slots per block, 1 without a draft.
 
     Raises:
         UsageError: what was given, what is allowed, what to do instead.
     """
-    refuse_forked()
-    check_lengths(target, prompts, max_new_tokens)
-    if not sampling.greedy and (generators is None or len(generators) != len(prompts)):
+    _refuse_forked()
+    if max_new_tokens < 1:
+        raise UsageError(f"max_new_tokens is {max_new_tokens}; give 1 or more")
+    for index, prompt in enumerate(prompts):
+        name = "the prompt" if len(prompts) == 1 else f"prompt {index}"
+        if not prompt:
+            raise UsageError(f"{name} is empty; give at least one token")
+        if len(prompt) + max_new_tokens > target.max_positions:
+            raise UsageError(
+                f"{name} has {len(prompt)} tokens and {max_new_tokens} new ones were asked for, but target "
+                f"{target.name!r} holds {target.max_positions}; shorten the prompt or lower max_new_tokens"
+            )
+    if not sampling.greedy and len(generators or ()) != len(prompts):
         raise UsageError(
             f"sampling {len(prompts)} prompts was given {len(generators or ())} generators; "
             "give one torch.Generator for each"
@@ -53,11 +63,8 @@ def prompts_of(target: Target, prompts: Iterable[object]) -> list[list[int]]:
     if isinstance(prompts, str | bytes):
         raise UsageError("prompts are text; give one sequence of token ids each, as target.encode_chat makes them")
     given = list(prompts)
-    alone = len(given) == 1
-    return [
-        token_ids("the prompt" if alone else f"prompt {index}", prompt, target.vocab_size)
-        for index, prompt in enumerate(given)
-    ]
+    names = ["the prompt"] if len(given) == 1 else [f"prompt {index}" for index in range(len(given))]
+    return [token_ids(name, prompt, target.vocab_size) for name, prompt in zip(names, given, strict=True)]
 
 
 def token_ids(name: str, given: Any, vocab_size: int) -> list[int]:
@@ -84,50 +91,12 @@ def token_ids(name: str, given: Any, vocab_size: int) -> list[int]:
     return ids
 
 
-def check_lengths(target: Target, prompts: Sequence[list[int]], max_new_tokens: int) -> None:
-    """Refuse prompts that are empty or leave no room for their answers.
-
-    Raises:
-        UsageError: naming the prompt.
-    """
-    if max_new_tokens < 1:
-        raise UsageError(f"max_new_tokens is {max_new_tokens}; give 1 or more")
-    for index, prompt in enumerate(prompts):
-        name = "the prompt" if len(prompts) == 1 else f"prompt {index}"
-        if not prompt:
-            raise UsageError(f"{name} is empty; give at least one token")
-        if len(prompt) + max_new_tokens > target.max_positions:
-            raise UsageError(
-                f"{name} has {len(prompt)} tokens and {max_new_tokens} new ones were asked for, but target "
-                f"{target.name!r} holds {target.max_positions}; shorten the prompt or lower max_new_tokens"
-            )
-
-
-def check_draft(draft: Draft, width: int) -> None:
-    """Refuse blocks that this draft cannot fill.
-
-    Raises:
-        UsageError: they have too few or too many slots, or there are more candidates than tokens to propose.
-    """
-    check_width(draft, width)
-    size = len(draft.head)
-    if (draft.candidate_count or 0) > size:
-        raise UsageError(
-            f"the draft ranks {draft.candidate_count} candidates a slot but proposes only {size} tokens; "
-            f"set top_k of its config to {size} or less"
-        )
-
-
 _decoded_in: list[int] = []
 """The process that first decoded with threads, or its parent if this process was forked from one that had."""
 
 
-def refuse_forked() -> None:
-    """Refuse to decode in a child forked from a process whose threads were at work: it would wait for them forever.
-
-    Raises:
-        UsageError: this is such a child, and it would use threads.
-    """
+def _refuse_forked() -> None:
+    """Refuse to decode in a child forked from a process whose threads were at work: it would wait for them forever."""
     if torch.get_num_threads() == 1:
         return
     if _decoded_in and _decoded_in[0] != os.getpid():

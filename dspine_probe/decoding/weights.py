@@ -5,16 +5,14 @@ What those engines do not compute (other architectures, biases, activations, att
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from dspine_probe.drafts import Draft
-from dspine_probe.drafts.injection import Injection
 from dspine_probe.drafts.layers import Rotary, rotary_tables
 from dspine_probe.errors import UsageError
 from dspine_probe.target import Target
@@ -51,24 +49,6 @@ class LayerWeights:
     norm_mlp: Float[Tensor, "d_model"]
     norm_q: Float[Tensor, "d_head"] | None
     norm_k: Float[Tensor, "d_head"] | None
-
-
-@dataclass(frozen=True)
-class SpineWeights:
-    """Weights of DSpine beside its layers.
-
-    readouts, writes: one per layer. mix: receiver's gate, predecessor's gate and message, one under the other.
-    norm: gain of the final norm. head: that of the draft's vocabulary. sent: G_p √r e and M √r e of every token in it.
-    """
-
-    readouts: Sequence[Float[Tensor, "rank d_model"]]
-    writes: Sequence[Float[Tensor, "d_model message"]]
-    mix: Float[Tensor, "message3 rank"]
-    bias: Float[Tensor, "message"]
-    norm: Float[Tensor, "d_model"]
-    eps: float
-    head: Float[Tensor, "draft_vocab d_model"]
-    sent: Float[Tensor, "draft_vocab message2"]
 
 
 def target_sizes(target: Target) -> StackSizes:
@@ -149,41 +129,9 @@ def draft_rotary(draft: Draft, capacity: int) -> Rotary:
     return cos[:, 0], sin[:, 0]
 
 
-def spine_weights(draft: Draft) -> SpineWeights | None:
-    """A DSpine's own weights; what every token of the draft's vocabulary sends is computed here, once."""
-    if draft.codes is None:
-        return None
-    injection = cast(Injection, draft.injection)
-    sends = torch.cat([injection.predecessor_gate.weight, injection.message.weight]).float()
-    codes = draft.codes if draft.vocabulary is None else draft.codes[draft.vocabulary]
-    return SpineWeights(
-        readouts=_weights(injection.readouts),
-        writes=_weights(injection.writes),
-        mix=torch.cat([injection.receiver_gate.weight.float(), sends]),
-        bias=injection.bias,
-        norm=draft.ln_final.weight,
-        eps=draft.config.rms_norm_eps,
-        head=draft.head,
-        sent=codes.float() * codes.shape[1] ** 0.5 @ sends.T,
-    )
-
-
 def _layer(attention: Any, mlp: Any, norm_in: Any, norm_mlp: Any) -> LayerWeights:
-    norm_q, norm_k = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
-    return LayerWeights(
-        q=attention.q_proj.weight.detach(),
-        k=attention.k_proj.weight.detach(),
-        v=attention.v_proj.weight.detach(),
-        out=attention.o_proj.weight.detach(),
-        gate=mlp.gate_proj.weight.detach(),
-        up=mlp.up_proj.weight.detach(),
-        down=mlp.down_proj.weight.detach(),
-        norm_in=norm_in.weight.detach(),
-        norm_mlp=norm_mlp.weight.detach(),
-        norm_q=None if norm_q is None else norm_q.weight.detach(),
-        norm_k=None if norm_k is None else norm_k.weight.detach(),
-    )
-
-
-def _weights(modules: Any) -> list[Tensor]:
-    return [module.weight.detach() for module in modules]
+    projections = attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj
+    norms = norm_in, norm_mlp, getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+    modules = *projections, mlp.gate_proj, mlp.up_proj, mlp.down_proj, *norms
+    weights: list[Any] = [None if module is None else module.weight.detach() for module in modules]
+    return LayerWeights(*weights)

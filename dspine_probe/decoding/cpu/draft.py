@@ -11,26 +11,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dspine_probe.decoding.cpu.kernels import FLOAT, Kernels, PackedMatrix
-from dspine_probe.decoding.cpu.rows import RowSlots
-from dspine_probe.decoding.cpu.stack import LayerStack, PackedLayer, SpineKernels, check_even, floats
-from dspine_probe.decoding.engine import check_width, draw_marginals
-from dspine_probe.decoding.weights import StackSizes, draft_layers, draft_rotary, draft_sizes, spine_weights
+from dspine_probe.decoding.cpu.spine import SpineKernels
+from dspine_probe.decoding.cpu.stack import LayerStack, PackedLayer, check_even, floats
+from dspine_probe.decoding.engine import check_draft
+from dspine_probe.decoding.weights import StackSizes, draft_layers, draft_rotary, draft_sizes
 from dspine_probe.drafts import Draft
 from dspine_probe.drafts.proposal import Candidates, Proposal
 from dspine_probe.drafts.transition import TransitionCache
 from dspine_probe.errors import UsageError
-
-
-@dataclass(frozen=True)
-class PackedSpine:
-    """DSpine's own part.
-
-    codes: √r e of every token, in the kernels' dtype. top_k: candidates of a slot.
-    """
-
-    kernels: SpineKernels
-    codes: Float[Tensor, "vocab rank"]
-    top_k: int
+from dspine_probe.sampling import pick, tempered
 
 
 @dataclass(frozen=True)
@@ -44,7 +33,7 @@ class PackedDraft:
     head: PackedMatrix
     norm_context: Float[Tensor, "d_model"]
     norm_final: Float[Tensor, "d_model"]
-    spine: PackedSpine | None
+    spine: SpineKernels | None
 
     @classmethod
     def pack(cls, draft: Draft, kernels: Kernels) -> PackedDraft:
@@ -65,48 +54,28 @@ class PackedDraft:
             head=kernels.matrix(draft.head),
             norm_context=floats(draft.hidden_norm.weight),
             norm_final=floats(draft.ln_final.weight),
-            spine=_pack_spine(draft, kernels),
+            spine=None if draft.codes is None else SpineKernels(kernels, draft),
         )
 
 
-def _pack_spine(draft: Draft, kernels: Kernels) -> PackedSpine | None:
-    weights, top_k = spine_weights(draft), draft.candidate_count
-    if weights is None or draft.codes is None or top_k is None:
-        return None
-    rank, message = draft.code_sizes
-    check_even(**{"rank": rank, "message size": message})
-    codes = (draft.codes.detach() * draft.codes.shape[1] ** 0.5).to(kernels.dtype)
-    return PackedSpine(SpineKernels(kernels, weights), codes, top_k)
-
-
-@dataclass(frozen=True)
-class BlockRows:
-    """What the layers leave of every slot: final states, those before the last injection, what that one mixed."""
-
-    states: Float[Tensor, "row_width d_model"]
-    before: Float[Tensor, "row_width d_model"]
-    mixed: Float[Tensor, "row_width mixed"]
-
-
-class CpuDraft:
+class CpuDraft(LayerStack):
     """`DraftEngine` over a packed draft."""
 
     def __init__(self, draft: Draft, packed: PackedDraft, rows: int, capacity: int, width: int) -> None:
-        check_width(draft, width)
-        self.draft, self.packed, self.kernels, self.width = draft, packed, packed.kernels, width
-        self.rows = RowSlots(rows, capacity)
-        self.rows.add(rows)
+        check_draft(draft, width)
         rotary = draft_rotary(draft, capacity)
-        self.stack = LayerStack(self.kernels, packed.sizes, packed.layers, rotary, slots=rows, capacity=capacity)
+        super().__init__(packed.kernels, packed.sizes, packed.layers, rotary, rows=rows, capacity=capacity)
+        self.draft, self.packed, self.width = draft, packed, width
+        self.add(rows)
 
     def extend(self, taps: Float[Tensor, "row width taps_d_model"], counts: Sequence[int]) -> None:
         """See `DraftEngine.extend`; only the rows that count are computed."""
         counted = torch.cat([row[:count] for row, count in zip(taps, counts, strict=True)]).to(FLOAT)
-        for part, span in self.rows.tokens(counts):
+        for part, place in self.tokens(counts):
             feature = self.kernels.product(counted[part], self.packed.fc)
-            for number in range(len(self.packed.layers)):
-                self.stack.context(number, feature, self.packed.norm_context, span)
-        self.rows.grow(counts)
+            for number in range(len(self.layers)):
+                self.layer(number, feature, place, self.packed.norm_context)
+        self.commit(counts)
 
     def propose(
         self,
@@ -117,66 +86,47 @@ class CpuDraft:
         on_trunk: Callable[[], None] | None = None,
     ) -> Proposal:
         """See `DraftEngine.propose`."""
-        block = self._block(anchor_tokens)
+        packed, spine, slots = self.packed, self.packed.spine, self.width - 1
+        states, before, mixed = self._block(anchor_tokens)
         if on_trunk is not None:
             on_trunk()
-        drafted = block.states.unflatten(0, (-1, self.width))[:, 1:].flatten(0, 1)
-        if self.packed.spine is None:
-            return self._marginals(drafted, temperature, noise)
-        return self._walk(self.packed.spine, block, drafted, temperature, noise)
-
-    def select(self, rows: Sequence[int]) -> None:
-        """See `DraftEngine.select`."""
-        self.rows.select(rows)
-
-    def _block(self, anchor_tokens: Int[Tensor, "row"]) -> BlockRows:
-        """The layers, and after each of them the injection."""
-        spine, last = self.packed.spine, len(self.packed.layers) - 1
-        tokens = anchor_tokens.new_full((len(anchor_tokens), self.width), self.draft.config.mask_token_id)
-        tokens[:, 0] = anchor_tokens
-        states = F.embedding(tokens, self.draft.embedding).to(FLOAT)
-        before, mixed = states if spine is None else torch.empty_like(states), []
-        for piece in self.rows.pieces(self.width):
-            x = states[piece.at].flatten(0, 1)  # a view: pieces are whole rows
-            for number in range(last + 1):
-                self.stack.layer(number, x, piece.span)
-                if spine is None:
-                    continue
-                if number == last:
-                    before[piece.at] = states[piece.at]
-                sent = spine.kernels.inject(number, x, spine.codes[anchor_tokens[piece.at[0]]])
-            if spine is not None:
-                mixed.append(sent)
-        rows = states.flatten(0, 1)
-        return BlockRows(rows, before.flatten(0, 1), torch.cat(mixed) if mixed else rows[:, :0])
-
-    def _marginals(
-        self, drafted: Float[Tensor, "row_draft_slot d_model"], temperature: float, noise: Tensor | None
-    ) -> Proposal:
-        """Every slot's token from its own scores."""
-        packed, eps = self.packed, self.packed.sizes.eps
-        shape = (-1, self.width - 1)
-        if noise is None:
-            index = self.kernels.best(drafted, packed.head, 1, gain=packed.norm_final, eps=eps)
-            return Proposal(self.draft.to_tokens(index.view(shape)))
-        scores = self.kernels.product(drafted, packed.head, gain=packed.norm_final, eps=eps)
-        return draw_marginals(self.draft, scores.unflatten(0, shape), temperature, noise)
-
-    def _walk(
-        self,
-        spine: PackedSpine,
-        block: BlockRows,
-        drafted: Float[Tensor, "row_draft_slot d_model"],
-        temperature: float,
-        noise: Tensor | None,
-    ) -> Proposal:
-        """A walk over the transition cache."""
-        packed, k = self.packed, spine.top_k
-        index = self.kernels.best(drafted, packed.head, k, gain=packed.norm_final, eps=packed.sizes.eps)
-        index = index.view(-1, self.width - 1, k)
-        scores = spine.kernels.transitions(block.before, block.mixed, index)
+        drafted, gain, eps = states[:, 1:].flatten(0, 1), packed.norm_final, packed.sizes.eps
+        if spine is None and noise is not None:
+            scores = self.kernels.product(drafted, packed.head, gain=gain, eps=eps)
+            probs = tempered(scores.unflatten(0, (-1, slots)), temperature)
+            every = self.draft.to_tokens(torch.arange(probs.shape[-1], device="cpu"))
+            return Proposal(every[pick(probs, noise)], Candidates(every.expand_as(probs), probs))
+        k = 1 if spine is None else spine.top_k
+        index = self.kernels.best(drafted, packed.head, k, gain=gain, eps=eps).unflatten(0, (-1, slots))
+        if spine is None:
+            return Proposal(self.draft.to_tokens(index[..., 0]))
+        scores = spine.transitions(before.flatten(0, 1), mixed, index)
         if noise is None:
             return Proposal(self.draft.to_tokens(self.kernels.walk(scores, index)))
         candidates = self.draft.to_tokens(index)
         drawn, probs = TransitionCache(candidates, scores).walk_sampled(temperature, noise)
         return Proposal(drawn, Candidates(candidates, probs))
+
+    def _block(
+        self, anchor_tokens: Int[Tensor, "row"]
+    ) -> tuple[
+        Float[Tensor, "row width d_model"], Float[Tensor, "row width d_model"], Float[Tensor, "row_width mixed"]
+    ]:
+        """The layers' final states; of a DSpine also those before the last injection, and what that one mixed."""
+        spine, last = self.packed.spine, len(self.layers) - 1
+        tokens = anchor_tokens.new_full((len(anchor_tokens), self.width), self.draft.config.mask_token_id)
+        tokens[:, 0] = anchor_tokens
+        states = F.embedding(tokens, self.draft.embedding).to(FLOAT)
+        before, mixed = torch.empty_like(states), [states.new_empty(0, 0 if spine is None else spine.channels)]
+        for here, place in self.pieces(self.width):
+            x = states[here].flatten(0, 1)  # a view: pieces are whole rows
+            for number in range(last + 1):
+                self.layer(number, x, place)
+                if spine is None:
+                    continue
+                if number == last:
+                    before[here] = states[here]
+                sent = spine.inject(number, x, spine.codes[anchor_tokens[here[0]]])
+            if spine is not None:
+                mixed.append(sent)
+        return states, before, torch.cat(mixed)

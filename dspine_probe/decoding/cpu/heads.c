@@ -4,8 +4,6 @@
 
 #include "product.h"
 
-enum { STRIP = 4 * TILE }; /* rows whose sums lie on the stack at a time, however many there are */
-
 long block_size(void) { return BLOCK; }
 
 /* 0 if the system does not let these kernels use the matrix unit; 2 if they use it, 1 if they do without. */
@@ -28,19 +26,7 @@ int product(const Matrix *w, long rows, const float *x, const float *gain, float
 #pragma omp for schedule(static)
         for (long r = 0; r < rows; r++) operands(x + r * w->in, w->in, gain, eps, a + r * w->in);
 #pragma omp for schedule(static)
-        for (long block = 0; block < blocks_of(w->out); block++) {
-            float part[STRIP * BLOCK];
-            for (long first = 0; first < rows; first += STRIP) {
-                long some = rows - first < STRIP ? rows - first : STRIP;
-                outputs(w, block, some, a + first * w->in, part);
-                for (long r = 0; r < some; r++)
-                    for (long i = 0; i < BLOCK; i += LANES) {
-                        long at = block * BLOCK + i;
-                        float *to = y + (first + r) * w->out + at;
-                        if (at < w->out) keep(to, load(part + r * BLOCK + i, LANES), w->out - at);
-                    }
-            }
-        }
+        for (long block = 0; block < blocks_of(w->out); block++) emit(w, block, rows, a, 0, 0, y);
     }
     free(scratch.base);
     return 1;

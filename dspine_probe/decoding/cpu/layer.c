@@ -6,8 +6,6 @@
 
 #include "product.h"
 
-enum { STRIP = 4 * TILE }; /* rows whose sums lie on the stack at a time, however many there are */
-
 typedef struct {
     long width, inner, heads, kv_heads, head_dim, capacity; /* inner and capacity are multiples of BLOCK */
     float eps;
@@ -45,13 +43,13 @@ static void turn(const Geometry *g, float *head, const float *gain, long positio
 static void store(const Geometry *g, const Layer *l, long slot, long kv, long position, const float *k, const float *v) {
     long words = g->head_dim / PAIR;
     number key[g->head_dim];
-    for (long i = 0; i < g->head_dim; i += LANES) put(key + i, load(k + i, g->head_dim - i), g->head_dim - i);
+    scaled(k, g->head_dim, 1.0f, key);
     word *column = (word *)(l->keys + (slot * g->kv_heads + kv) * keys_size(g));
     column += position / BLOCK * words * BLOCK + position % BLOCK;
     for (long i = 0; i < words; i++) column[i * BLOCK] = ((const word *)key)[i];
 
     number value[g->head_dim], *to = l->values + (slot * g->kv_heads + kv) * values_size(g);
-    for (long i = 0; i < g->head_dim; i += LANES) put(value + i, load(v + i, g->head_dim - i), g->head_dim - i);
+    scaled(v, g->head_dim, 1.0f, value);
     for (long i = 0; i < g->head_dim; i++) {
         long cell = (i / BLOCK * (g->capacity / PAIR) + position / PAIR) * BLOCK + i % BLOCK;
         to[cell * PAIR + position % PAIR] = value[i];
@@ -104,20 +102,6 @@ static void attend(const Geometry *g, const Layer *l, const Pass *p, long sequen
     }
 }
 
-/* x[r] += w a[r] for one block of outputs. */
-INLINE void add(const Matrix *w, long block, long rows, const number *a, float *x) {
-    float part[STRIP * BLOCK];
-    for (; rows > 0; rows -= STRIP, a += STRIP * w->in, x += STRIP * w->out) {
-        long some = rows < STRIP ? rows : STRIP;
-        outputs(w, block, some, a, part);
-        for (long r = 0; r < some; r++)
-            for (long i = 0; i < BLOCK; i += LANES) {
-                long at = r * w->out + block * BLOCK + i, left = w->out - block * BLOCK - i;
-                if (left > 0) keep(x + at, load(x + at, left) + *(vec *)(part + r * BLOCK + i), left);
-            }
-    }
-}
-
 /* hidden[r] = silu(gate) * up for one block of the inner width. */
 INLINE void activate(const Matrix *gate_up, long block, long rows, const number *a, number *hidden, long inner) {
     float gate[STRIP * BLOCK], up[STRIP * BLOCK];
@@ -134,11 +118,6 @@ INLINE void activate(const Matrix *gate_up, long block, long rows, const number 
     }
 }
 
-/* Queries, keys and values of rows of operands: blocks of `qkv` from `first` on; rows of `fused` are `pitch` apart. */
-INLINE void project(const Matrix *qkv, long block, long rows, const number *a, float *fused, long pitch) {
-    multiply(rows, (const word *)a, qkv->in / PAIR, block_at(qkv, block), qkv->in / PAIR, fused + block * BLOCK, pitch);
-}
-
 /* What follows the projection for head h of row r: a query becomes an operand, a key and its value go to the cache. */
 static void settle(const Geometry *g, const Layer *l, const Pass *p, long r, long h, float *fused, number *queries) {
     long sequence = r / p->width, token = r % p->width, position = p->starts[sequence] + token;
@@ -151,37 +130,14 @@ static void settle(const Geometry *g, const Layer *l, const Pass *p, long r, lon
     turn(g, head, l->norm_q, position);
     long group = g->heads / g->kv_heads;
     long row = ((sequence * g->kv_heads + h / group) * p->width + token) * group + h % group;
-    float scale = 1.0f / sqrtf((float)g->head_dim);
-    for (long i = 0; i < g->head_dim; i += LANES)
-        put(queries + row * g->head_dim + i, load(head + i, g->head_dim - i) * scale, g->head_dim - i);
+    scaled(head, g->head_dim, 1.0f / sqrtf((float)g->head_dim), queries + row * g->head_dim);
 }
 
-/* Keys and values alone, from rows that are already features: what a draft keeps of its context. */
-int context(const Geometry *g, const Layer *l, const Pass *p, const float *x, const float *gain) {
+/* The whole layer, in place. With a `gain`, what a draft keeps of its context: keys and values alone, from rows that are
+   already features and are normed by it. */
+int layer(const Geometry *g, const Layer *l, const Pass *p, float *x, const float *gain) {
     long rows = p->sequences * p->width, pitch = blocks_of(l->qkv.out) * BLOCK;
-    size_t for_operands = (size_t)(rows * g->width) * sizeof(number), for_fused = (size_t)(rows * pitch) * sizeof(float);
-    Scratch scratch;
-    if (!reserve(&scratch, lines(for_operands) + for_fused)) return 0;
-    number *a = piece(&scratch, for_operands);
-    float *fused = piece(&scratch, for_fused);
-#pragma omp parallel num_threads(g->threads)
-    {
-#pragma omp for schedule(static)
-        for (long r = 0; r < rows; r++) operands(x + r * g->width, g->width, gain, g->eps, a + r * g->width);
-#pragma omp for schedule(static)
-        for (long block = g->heads * g->head_dim / BLOCK; block < blocks_of(l->qkv.out); block++)
-            project(&l->qkv, block, rows, a, fused, pitch);
-#pragma omp for schedule(static)
-        for (long task = 0; task < rows * g->kv_heads; task++)
-            settle(g, l, p, task / g->kv_heads, g->heads + task % g->kv_heads, fused + task / g->kv_heads * pitch, 0);
-    }
-    free(scratch.base);
-    return 1;
-}
-
-/* The whole layer, in place. */
-int layer(const Geometry *g, const Layer *l, const Pass *p, float *x) {
-    long rows = p->sequences * p->width, pitch = blocks_of(l->qkv.out) * BLOCK, all = g->heads + g->kv_heads;
+    long skipped = gain ? g->heads : 0, all = g->heads + g->kv_heads - skipped;
     long group = g->heads / g->kv_heads, tiles = (p->width * group + GROUP - 1) / GROUP;
     size_t for_operands = (size_t)(rows * g->width) * sizeof(number);
     size_t for_fused = (size_t)(rows * pitch) * sizeof(float);
@@ -201,26 +157,31 @@ int layer(const Geometry *g, const Layer *l, const Pass *p, float *x) {
         scores = piece(&scratch, for_scores);
         number *weights = (number *)(scores + GROUP * g->capacity);
 #pragma omp for schedule(static)
-        for (long r = 0; r < rows; r++) operands(x + r * g->width, g->width, l->norm_in, g->eps, a + r * g->width);
+        for (long r = 0; r < rows; r++)
+            operands(x + r * g->width, g->width, gain ? gain : l->norm_in, g->eps, a + r * g->width);
 #pragma omp for schedule(static)
-        for (long block = 0; block < blocks_of(l->qkv.out); block++) project(&l->qkv, block, rows, a, fused, pitch);
+        for (long block = skipped * g->head_dim / BLOCK; block < blocks_of(l->qkv.out); block++)
+            project(&l->qkv, block, rows, a, fused, pitch);
 #pragma omp for schedule(static)
         for (long task = 0; task < rows * all; task++)
-            settle(g, l, p, task / all, task % all, fused + task / all * pitch, queries);
+            settle(g, l, p, task / all, skipped + task % all, fused + task / all * pitch, queries);
+        if (!gain) {
 #pragma omp for schedule(static)
-        for (long task = 0; task < p->sequences * g->kv_heads * tiles; task++) {
-            long head = task / tiles, first = task % tiles * GROUP, left = p->width * group - first;
-            attend(g, l, p, head / g->kv_heads, head % g->kv_heads, first, left < GROUP ? left : GROUP,
-                   queries + head * p->width * group * g->head_dim, scores, weights, mixed);
+            for (long task = 0; task < p->sequences * g->kv_heads * tiles; task++) {
+                long head = task / tiles, first = task % tiles * GROUP, left = p->width * group - first;
+                attend(g, l, p, head / g->kv_heads, head % g->kv_heads, first, left < GROUP ? left : GROUP,
+                       queries + head * p->width * group * g->head_dim, scores, weights, mixed);
+            }
+#pragma omp for schedule(static)
+            for (long block = 0; block < blocks_of(l->out.out); block++) emit(&l->out, block, rows, mixed, 1, 0, x);
+#pragma omp for schedule(static)
+            for (long r = 0; r < rows; r++) operands(x + r * g->width, g->width, l->norm_mlp, g->eps, a + r * g->width);
+#pragma omp for schedule(static)
+            for (long block = 0; block < g->inner / BLOCK; block++)
+                activate(&l->gate_up, block, rows, a, hidden, g->inner);
+#pragma omp for schedule(static)
+            for (long block = 0; block < blocks_of(l->down.out); block++) emit(&l->down, block, rows, hidden, 1, 0, x);
         }
-#pragma omp for schedule(static)
-        for (long block = 0; block < blocks_of(l->out.out); block++) add(&l->out, block, rows, mixed, x);
-#pragma omp for schedule(static)
-        for (long r = 0; r < rows; r++) operands(x + r * g->width, g->width, l->norm_mlp, g->eps, a + r * g->width);
-#pragma omp for schedule(static)
-        for (long block = 0; block < g->inner / BLOCK; block++) activate(&l->gate_up, block, rows, a, hidden, g->inner);
-#pragma omp for schedule(static)
-        for (long block = 0; block < blocks_of(l->down.out); block++) add(&l->down, block, rows, hidden, x);
     }
     free(scratch.base);
     return 1;

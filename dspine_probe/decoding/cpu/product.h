@@ -15,6 +15,7 @@
 
 enum { AHEAD = 2048 }; /* words fetched ahead; a single row runs faster on the processor's own prefetching */
 enum { CHUNK = 128 };  /* words of operands widened at a time */
+enum { STRIP = 4 * TILE }; /* rows whose sums lie on the stack at a time, however many there are */
 
 #if HALF && AMX && defined(__AMX_BF16__)
 #include "tiles.h"
@@ -123,6 +124,29 @@ INLINE void outputs(const Matrix *w, long block, long rows, const number *a, flo
     multiply(rows, (const word *)a, w->in / PAIR, block_at(w, block), w->in / PAIR, y, BLOCK);
 }
 
+/* The same for any rows of y, `pitch` floats apart, that lie block by block. */
+INLINE void project(const Matrix *w, long block, long rows, const number *a, float *y, long pitch) {
+    multiply(rows, (const word *)a, w->in / PAIR, block_at(w, block), w->in / PAIR, y + block * BLOCK, pitch);
+}
+
+/* y[r] = w a[r] for one block of outputs, or with `onto` y[r] += scale[r] * w a[r]. */
+INLINE void emit(const Matrix *w, long block, long rows, const number *a, const int onto, const float *scale, float *y) {
+    float part[STRIP * BLOCK];
+    for (long first = 0; first < rows; first += STRIP) {
+        long some = rows - first < STRIP ? rows - first : STRIP;
+        outputs(w, block, some, a + first * w->in, part);
+        for (long r = 0; r < some; r++)
+            for (long i = 0; i < BLOCK; i += LANES) {
+                float *to = y + (first + r) * w->out + block * BLOCK + i;
+                long left = w->out - block * BLOCK - i;
+                vec value = *(vec *)(part + r * BLOCK + i);
+                if (left <= 0) break;
+                if (onto) value = load(to, left) + value * (scale ? scale[first + r] : 1.0f);
+                keep(to, value, left);
+            }
+    }
+}
+
 INLINE float mean_square(const float *x, long width) {
     vec squares = {0};
     for (long i = 0; i < width; i += LANES) {
@@ -140,6 +164,11 @@ INLINE void operands(const float *x, long width, const float *gain, float eps, n
         if (gain) value *= load(gain + i, width - i);
         put(to + i, value, width - i);
     }
+}
+
+/* Floats as operands. */
+INLINE void scaled(const float *x, long width, float scale, number *to) {
+    for (long i = 0; i < width; i += LANES) put(to + i, load(x + i, width - i) * scale, width - i);
 }
 
 /* Memory for one call, handed out in pieces that start on cache lines. */

@@ -5,8 +5,6 @@
 
 #include "product.h"
 
-enum { STRIP = 4 * TILE }; /* rows whose sums lie on the stack at a time, however many there are */
-
 typedef struct {
     long width, rank, message;
     Matrix readout, mix, write; /* mix: receiver's gate, predecessor's gate, message; the layers share it and the bias */
@@ -27,22 +25,7 @@ static void gate(const Injection *j, const float *receiver, const float *sent, n
 static void feature(long rank, const float *read, number *to) {
     float norm = sqrtf(mean_square(read, rank) * (float)rank);
     float scale = sqrtf((float)rank) / (norm > 1e-12f ? norm : 1e-12f);
-    for (long i = 0; i < rank; i += LANES) put(to + i, load(read + i, rank - i) * scale, rank - i);
-}
-
-/* x[r] += scale[r] * w a[r] for one block of outputs; rows of scale 0 are left alone. */
-INLINE void add_scaled(const Matrix *w, long block, long rows, const number *a, const float *scale, float *x) {
-    float part[STRIP * BLOCK];
-    for (; rows > 0; rows -= STRIP, a += STRIP * w->in, x += STRIP * w->out, scale += STRIP) {
-        long some = rows < STRIP ? rows : STRIP;
-        outputs(w, block, some, a, part);
-        for (long r = 0; r < some; r++)
-            for (long i = 0; i < BLOCK; i += LANES) {
-                long at = block * BLOCK + i, left = w->out - at;
-                float *to = x + r * w->out + at;
-                if (left > 0) keep(to, load(to, left) + *(vec *)(part + r * BLOCK + i) * scale[r], left);
-            }
-    }
+    scaled(read, rank, scale, to);
 }
 
 /* One layer's injection, in place. `mixed` [row][3 * message], padded to whole blocks, receives what every slot reads
@@ -67,8 +50,7 @@ int inject(const Injection *j, long blocks, long slots, float *x, const number *
         }
 #pragma omp for schedule(static)
         for (long block = 0; block < blocks_of(j->rank); block++)
-            multiply(rows, (const word *)a, j->width / PAIR, block_at(&j->readout, block), j->width / PAIR,
-                     read + block * BLOCK, pitch);
+            project(&j->readout, block, rows, a, read, pitch);
 #pragma omp for schedule(static)
         for (long r = 0; r < rows; r++) {
             if (r % slots)
@@ -78,8 +60,7 @@ int inject(const Injection *j, long blocks, long slots, float *x, const number *
         }
 #pragma omp for schedule(static)
         for (long block = 0; block < blocks_of(3 * j->message); block++)
-            multiply(rows, (const word *)features, j->rank / PAIR, block_at(&j->mix, block), j->rank / PAIR,
-                     mixed + block * BLOCK, channels);
+            project(&j->mix, block, rows, features, mixed, channels);
 #pragma omp for schedule(static)
         for (long r = 0; r < rows; r++) {
             const float *sender = mixed + (r % slots ? r - 1 : r) * channels + j->message;
@@ -87,7 +68,7 @@ int inject(const Injection *j, long blocks, long slots, float *x, const number *
         }
 #pragma omp for schedule(static)
         for (long block = 0; block < blocks_of(j->width); block++)
-            add_scaled(&j->write, block, rows, through, scale, x);
+            emit(&j->write, block, rows, through, 1, scale, x);
     }
     free(scratch.base);
     return 1;
@@ -129,7 +110,7 @@ static void pairs(const LastWrite *f, long k, const float *state, const float *r
         memcpy(refined + r * j->width, state, (size_t)j->width * sizeof(float));
         gate(j, receiver, sent + r * 2 * j->message, through + r * j->message);
     }
-    for (long block = 0; block < blocks_of(j->width); block++) add_scaled(&j->write, block, count, through, scale, refined);
+    for (long block = 0; block < blocks_of(j->width); block++) emit(&j->write, block, count, through, 1, scale, refined);
     for (long r = 0; r < count; r++) operands(refined + r * j->width, j->width, f->gain, f->eps, a + r * j->width);
     memset(cells, 0, (size_t)(blocks * words * BLOCK) * sizeof(word));
     gather(f, k, candidates, cells);

@@ -1,25 +1,27 @@
-"""Layers over their caches, and DSpine's own part, in C.
+"""Decoder layers in C over their caches: which cache slot every row uses, and how a pass is cut into pieces.
 
 Calls let go of the interpreter, so one `LayerStack` must not be used by two Python threads at a time.
 """
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Sequence
-from ctypes import byref, c_int64
+from collections.abc import Iterator, Sequence
+from ctypes import byref
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from dspine_probe.decoding.cpu.kernels import FLOAT, LONG, Kernels
-from dspine_probe.decoding.cpu.rows import Span
-from dspine_probe.decoding.cpu.structs import GeometryC, InjectionC, LastWriteC, LayerC, PassC, at
-from dspine_probe.decoding.weights import LayerWeights, SpineWeights, StackSizes
+from dspine_probe.decoding.cache import require_room
+from dspine_probe.decoding.cpu.kernels import FLOAT, Kernels
+from dspine_probe.decoding.cpu.structs import GeometryC, LayerC, PassC, at
+from dspine_probe.decoding.weights import LayerWeights, StackSizes
 from dspine_probe.drafts.layers import Rotary
 from dspine_probe.errors import UsageError
+
+MAX_ROWS = 256
+"""Most token rows of one call of a kernel; longer prompts are read in pieces."""
 
 
 class PackedLayer:
@@ -48,7 +50,10 @@ class PackedLayer:
 
 
 class LayerStack:
-    """Packed layers with fresh caches of keys and values for `slots` sequences of up to `capacity` positions."""
+    """Packed layers with caches of keys and values for up to `rows` rows of up to `capacity` positions.
+
+    Forgetting a position is not counting it; dropping a row is not naming its slot any more.
+    """
 
     def __init__(
         self,
@@ -57,13 +62,15 @@ class LayerStack:
         layers: Sequence[PackedLayer],
         rotary: Rotary,
         *,
-        slots: int,
+        rows: int,
         capacity: int,
     ) -> None:
-        capacity = kernels.padded(capacity)
-        self.kernels, self.layers, self.width = kernels, layers, sizes.width
-        self.rotary = [F.pad(table.to(FLOAT), (0, 0, 0, capacity - len(table))) for table in rotary]
-        shape = (len(layers), slots, sizes.kv_heads, capacity)
+        self.kernels, self.sizes, self.layers, self.most, self.capacity = kernels, sizes, layers, rows, capacity
+        self.slots: list[int] = []
+        self.lengths: list[int] = []
+        padded = kernels.padded(capacity)
+        self.rotary = [F.pad(table.to(FLOAT), (0, 0, 0, padded - len(table))) for table in rotary]
+        shape = (len(layers), rows, sizes.kv_heads, padded)
         self.keys = torch.zeros(*shape, sizes.head_dim, dtype=kernels.dtype, device="cpu")
         widened = kernels.padded(sizes.head_dim)
         self.values = torch.zeros(*shape, widened, dtype=kernels.dtype, device="cpu")
@@ -71,100 +78,79 @@ class LayerStack:
             layer.struct(sizes, keys, values)
             for layer, keys, values in zip(layers, self.keys, self.values, strict=True)
         ]
-        self.sizes = GeometryC(
+        self.geometry = GeometryC(
             sizes.width,
             layers[0].inner,
             sizes.heads,
             sizes.kv_heads,
             sizes.head_dim,
-            capacity,
+            padded,
             sizes.eps,
-            *(at(table, FLOAT, capacity, sizes.head_dim) for table in self.rotary),
+            *(at(table, FLOAT, padded, sizes.head_dim) for table in self.rotary),
             sizes.causal,
             torch.get_num_threads(),
         )
-        self.span, self.place = Span((), (), 0), PassC()
 
-    def layer(self, number: int, x: Float[Tensor, "row d_model"], span: Span) -> None:
-        """Run one layer in place; its keys and values are stored, and each row sees what lies before it."""
-        self._call("layer", number, span, at(x, FLOAT, span.rows, self.width))
+    def layer(
+        self, number: int, x: Float[Tensor, "row d_model"], place: PassC, gain: Float[Tensor, "d_model"] | None = None
+    ) -> None:
+        """Run one layer in place; its keys and values are stored, and each row sees what lies before it.
 
-    def context(self, number: int, x: Float[Tensor, "row d_model"], gain: Float[Tensor, "d_model"], span: Span) -> None:
-        """Store keys and values of normed rows, and nothing else."""
-        self._call("context", number, span, at(x, FLOAT, span.rows, self.width), at(gain, FLOAT, self.width))
-
-    def _call(self, name: str, number: int, span: Span, *tensors: int) -> None:
-        if span is not self.span:  # all layers of a pass ask for the same
-            numbers = c_int64 * len(span.slots)
-            self.span = span
-            self.place = PassC(len(span.slots), span.width, numbers(*span.slots), numbers(*span.starts))
-        where = byref(self.sizes), byref(self.structs[number]), byref(self.place)
-        self.kernels.call(name, *where, *tensors)
-
-
-class SpineKernels:
-    """Injection and last write of a DSpine."""
-
-    def __init__(self, kernels: Kernels, spine: SpineWeights) -> None:
-        self.kernels = kernels
-        self.width, self.rank, self.message = len(spine.norm), spine.mix.shape[1], len(spine.bias)
-        self.matrices = [
-            (kernels.matrix(readout), kernels.matrix(write))
-            for readout, write in zip(spine.readouts, spine.writes, strict=True)
-        ]
-        self.mix = kernels.matrix(spine.mix)
-        self.bias, self.norm = floats(spine.bias), floats(spine.norm)
-        self.head, self.sent = (kernels.memory.copy(t.to(kernels.dtype)) for t in (spine.head, spine.sent))
-        sizes = self.width, self.rank, self.message
-        bias = at(self.bias, FLOAT, self.message)
-        self.structs = [
-            InjectionC(*sizes, readout.struct, self.mix.struct, write.struct, bias, 1)
-            for readout, write in self.matrices
-        ]
-        self.channels = kernels.padded(3 * self.message)
-        self.last = LastWriteC(
-            ctypes.pointer(self.structs[-1]),
-            at(self.norm, FLOAT, self.width),
-            spine.eps,
-            self.sent.data_ptr(),
-            self.head.data_ptr(),
-        )
-
-    def inject(
-        self, layer: int, x: Float[Tensor, "row d_model"], anchor_codes: Float[Tensor, "block rank"]
-    ) -> Float[Tensor, "row mixed"]:
-        """Inject in place; what each slot reads and sends, of use to `transitions` alone. Rows are whole blocks.
-
-        `anchor_codes` are of the kernels' dtype.
+        With a `gain` keys and values are stored of rows normed by it, and nothing else is done.
         """
-        self.structs[layer].threads = torch.get_num_threads()
-        blocks, rows = len(anchor_codes), len(x)
-        mixed = torch.empty(rows, self.channels, dtype=FLOAT, device="cpu")
-        codes = at(anchor_codes, self.kernels.dtype, blocks, self.rank)
-        given = at(x, FLOAT, rows, self.width), codes, mixed.data_ptr()
-        self.kernels.call("inject", byref(self.structs[layer]), blocks, rows // blocks, *given)
-        return mixed
+        width = self.sizes.width
+        rows, gained = at(x, FLOAT, place.sequences * place.width, width), gain is not None and at(gain, FLOAT, width)
+        given = byref(self.geometry), byref(self.structs[number]), byref(place)
+        self.kernels.call("layer", *given, rows, gained or None)
 
-    def transitions(
-        self,
-        states: Float[Tensor, "row d_model"],
-        mixed: Float[Tensor, "row mixed"],
-        candidates: Int[Tensor, "block draft_slot k"],
-    ) -> Float[Tensor, "block draft_slot k k"]:
-        """Refined scores of all pairs of adjacent candidates.
+    def add(self, count: int) -> range:
+        """The numbers of `count` new, empty rows behind those in flight."""
+        taken, first = set(self.slots), len(self.slots)
+        self.slots += [slot for slot in range(self.most) if slot not in taken][:count]
+        self.lengths += [0] * count
+        return range(first, first + count)
 
-        Args:
-            states: rows before the last injection, slot 0 included.
-            mixed: what that injection returned.
-            candidates: indices of the draft's vocabulary, in any order.
+    def pieces(self, width: int, rows: range | None = None) -> Iterator[tuple[tuple[slice, slice], PassC]]:
+        """Cut the next `width` tokens of some rows (by default all) into pieces, each after what it has to see.
+
+        A piece is a part of [row width] that the kernels take at once, whole rows or part of one, and where it belongs.
+
+        Raises:
+            UsageError: a row has no room for them.
         """
-        blocks, drafted, k = candidates.shape
-        rows = blocks * (drafted + 1)
-        scores = torch.empty(blocks, drafted, k, k, dtype=FLOAT, device="cpu")
-        given = at(states, FLOAT, rows, self.width), at(mixed, FLOAT, rows, self.channels)
-        others = at(candidates, LONG, blocks, drafted, k), scores.data_ptr()
-        self.kernels.call("transitions", byref(self.last), blocks, drafted + 1, k, *given, *others)
-        return scores
+        rows = range(len(self.slots)) if rows is None else rows
+        require_room(max(self.lengths[row] for row in rows), width, self.capacity)
+        together = max(1, MAX_ROWS // width)
+        for first in range(rows.start, rows.stop, together):
+            part = slice(first, min(first + together, rows.stop))
+            for start in range(0, width, MAX_ROWS):
+                stop = min(start + MAX_ROWS, width)
+                starts = [length + start for length in self.lengths[part]]
+                here = slice(part.start - rows.start, part.stop - rows.start), slice(start, stop)
+                yield here, PassC.of(self.slots[part], starts, stop - start)
+
+    def tokens(self, counts: Sequence[int]) -> Iterator[tuple[slice, PassC]]:
+        """The next `counts[r]` tokens of every row end to end, cut into pieces; no token sees another of them.
+
+        Raises:
+            UsageError: a row has no room for them.
+        """
+        for length, count in zip(self.lengths, counts, strict=True):
+            require_room(length, count, self.capacity)
+        slots = [slot for slot, count in zip(self.slots, counts, strict=True) for _ in range(count)]
+        starts = [length + at for length, count in zip(self.lengths, counts, strict=True) for at in range(count)]
+        for first in range(0, len(slots), MAX_ROWS):
+            part = slice(first, min(first + MAX_ROWS, len(slots)))
+            yield part, PassC.of(slots[part], starts[part], 1)
+
+    def commit(self, counts: Sequence[int]) -> None:
+        """Count the next `counts[r]` positions of row r."""
+        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Go on with these rows alone."""
+        self.slots = [self.slots[row] for row in rows]
+        self.lengths = [self.lengths[row] for row in rows]
 
 
 def floats(vector: Tensor) -> Float[Tensor, "size"]:

@@ -5,6 +5,7 @@ Structures hold addresses, so whatever owns one keeps the tensors behind it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_long, c_void_p
 
 import torch
@@ -42,9 +43,15 @@ class LayerC(Structure):
 
 
 class PassC(Structure):
-    """Where the rows of a pass belong."""
+    """Where the rows of a pass belong: `width` tokens for each of some cache slots, from position `starts[i]` on."""
 
     _fields_ = [("sequences", c_long), ("width", c_long), ("slots", POINTER(c_int64)), ("starts", POINTER(c_int64))]
+
+    @classmethod
+    def of(cls, slots: Sequence[int], starts: Sequence[int], width: int) -> PassC:
+        """From lists."""
+        numbers = c_int64 * len(slots)
+        return cls(len(slots), width, numbers(*slots), numbers(*starts))
 
 
 class InjectionC(Structure):
@@ -73,8 +80,7 @@ class LastWriteC(Structure):
 ARGUMENTS = {
     "product": (c_void_p, c_long, c_void_p, c_void_p, c_float, c_void_p, c_int),
     "best": (c_void_p, c_long, c_void_p, c_void_p, c_float, c_long, c_void_p, c_int),
-    "layer": (c_void_p, c_void_p, c_void_p, c_void_p),
-    "context": (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p),
+    "layer": (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p),
     "inject": (c_void_p, c_long, c_long, c_void_p, c_void_p, c_void_p),
     "transitions": (c_void_p, c_long, c_long, c_long, c_void_p, c_void_p, c_void_p, c_void_p),
     "walk": (c_long, c_long, c_long, c_void_p, c_void_p, c_void_p),

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dspine_probe.decoding.cpu.kernels import FLOAT, LONG, Kernels, PackedMatrix
-from dspine_probe.decoding.cpu.rows import RowSlots
 from dspine_probe.decoding.cpu.stack import LayerStack, PackedLayer, check_even, floats
 from dspine_probe.decoding.weights import StackSizes, target_layers, target_rotary, target_sizes
 from dspine_probe.errors import UsageError
@@ -50,31 +49,29 @@ class PackedTarget:
         )
 
 
-class CpuTarget:
+class CpuTarget(LayerStack):
     """`TargetEngine` over a packed target. States and taps are float32."""
 
     admits = True
 
     def __init__(self, target: Target, packed: PackedTarget, taps: Sequence[int], rows: int, capacity: int) -> None:
-        self.packed, self.kernels = packed, packed.kernels
-        width = packed.sizes.width
-        self.columns = {tap: slice(n * width, (n + 1) * width) for n, tap in enumerate(taps)}
-        self.rows = RowSlots(rows, capacity)
         rotary = target_rotary(target, capacity)
-        self.stack = LayerStack(self.kernels, packed.sizes, packed.layers, rotary, slots=rows, capacity=capacity)
+        super().__init__(packed.kernels, packed.sizes, packed.layers, rotary, rows=rows, capacity=capacity)
+        self.packed, width = packed, packed.sizes.width
+        self.columns = {tap: slice(n * width, (n + 1) * width) for n, tap in enumerate(taps)}
         self.taps: Float[Tensor, "row width taps_d_model"] = self._empty_taps(0, 0)
         """See `TargetEngine.taps`."""
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Float[Tensor, "row vocab"]:
         """See `TargetEngine.prefill`."""
-        new = self.rows.add(len(prompts))
+        new = self.add(len(prompts))
         taps = self._empty_taps(len(prompts), max(map(len, prompts))).zero_()
         last = torch.empty(len(prompts), self.packed.sizes.width, dtype=FLOAT, device="cpu")
         for row, prompt in enumerate(prompts):
             tokens = torch.tensor([prompt], dtype=LONG, device="cpu")
             last[row] = self._pass(tokens, new[row : row + 1])[-1]
             taps[row, : len(prompt)] = self.taps[0]
-        self.rows.grow([0] * new.start + [len(prompt) for prompt in prompts])
+        self.commit([0] * new.start + [len(prompt) for prompt in prompts])
         self.taps = taps
         return self._scores(last)
 
@@ -88,23 +85,14 @@ class CpuTarget:
         found = self.kernels.best(x, packed.head, 1, gain=packed.norm, eps=packed.sizes.eps)
         return found.view(tokens.shape)
 
-    def commit(self, counts: Sequence[int]) -> None:
-        """See `TargetEngine.commit`."""
-        self.rows.grow(counts)
-
-    def select(self, rows: Sequence[int]) -> None:
-        """See `TargetEngine.select`."""
-        self.rows.select(rows)
-
     def _pass(self, tokens: Int[Tensor, "row width"], rows: range | None = None) -> Float[Tensor, "row_width d_model"]:
         """States after the last layer, before the final norm; leaves the taps behind."""
         states = F.embedding(tokens, self.packed.embedding).to(FLOAT)
         self.taps = self._empty_taps(*tokens.shape)
-        for piece in self.rows.pieces(tokens.shape[1], rows):
-            # Views: a piece is whole rows, or part of a single one.
-            x, taps = states[piece.at].flatten(0, 1), self.taps[piece.at].flatten(0, 1)
-            for number in range(len(self.packed.layers)):
-                self.stack.layer(number, x, piece.span)
+        for here, place in self.pieces(tokens.shape[1], rows):
+            x, taps = states[here].flatten(0, 1), self.taps[here].flatten(0, 1)  # views
+            for number in range(len(self.layers)):
+                self.layer(number, x, place)
                 if number in self.columns:
                     taps[:, self.columns[number]] = x
         return states.flatten(0, 1)

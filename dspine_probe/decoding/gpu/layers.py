@@ -6,7 +6,7 @@ Where rows of different sequences stand is read from a tensor on the device, so 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dspine_probe.decoding.cache import require_room
+from dspine_probe.decoding.graphs import Capturing, FixedStep, Outputs
 from dspine_probe.decoding.kernels.block_attention import block_attention
 from dspine_probe.decoding.kernels.layer_ops import HalfRotary, Heads, LayerCache, rotate_and_store, silu_mul
 from dspine_probe.decoding.weights import LayerWeights, StackSizes
@@ -36,7 +37,6 @@ class FusedLayer:
     @classmethod
     def fuse(cls, layer: LayerWeights, sizes: StackSizes) -> FusedLayer:
         """Fused copies of a layer's weights."""
-        norms = layer.norm_q, layer.norm_k
         return cls(
             torch.cat([layer.q, layer.k, layer.v]),
             layer.out,
@@ -44,27 +44,42 @@ class FusedLayer:
             layer.down,
             layer.norm_in,
             layer.norm_mlp,
-            Heads(sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.eps, *norms),
+            Heads(sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.eps, layer.norm_q, layer.norm_k),
         )
 
 
 class FusedStack:
-    """Fused layers and the keys and values of `rows` sequences of at most `capacity` positions."""
+    """Fused layers with keys and values of `rows` sequences of at most `capacity` positions, and the steps over them.
+
+    How many positions of every sequence count is known to the host (`lengths`) and to the steps (`ends`).
+    """
 
     def __init__(
-        self, layers: Sequence[FusedLayer], sizes: StackSizes, rotary: Rotary, *, rows: int, capacity: int
+        self,
+        layers: Sequence[FusedLayer],
+        sizes: StackSizes,
+        rotary: Rotary,
+        *,
+        rows: int,
+        capacity: int,
+        how: Capturing,
     ) -> None:
-        self.layers, self.sizes = layers, sizes
+        self.layers, self.sizes, self.most, self.capacity, self.how = layers, sizes, rows, capacity, how
         like, half = layers[0].qkv, sizes.head_dim // 2
         self.rotary = HalfRotary(*(t[:, :half].to(like.device).contiguous() for t in rotary))
         shape = (len(layers), rows, sizes.kv_heads, capacity, sizes.head_dim)
         self.keys, self.values = like.new_zeros(shape), like.new_zeros(shape)
+        self.ends = torch.zeros(rows, dtype=torch.long, device=like.device)
+        self.lengths: list[int] = []
+        self.steps: dict[Hashable, FixedStep] = {}
+
+    # ---- layers
 
     def cache(self, number: int, rows: int) -> LayerCache:
         """One layer's keys and values of the first `rows` sequences."""
         return LayerCache(self.keys[number, :rows], self.values[number, :rows])
 
-    def run(
+    def layer(
         self, number: int, x: Float[Tensor, "row d_model"], starts: Int[Tensor, "batch"]
     ) -> Float[Tensor, "row d_model"]:
         """One layer on the slots of every sequence, which stand from `starts` on and are stored there."""
@@ -80,47 +95,51 @@ class FusedStack:
         """The RMS norm of all these models."""
         return F.rms_norm(x, gain.shape, gain, self.sizes.eps)
 
+    # ---- rows
 
-class RowEnds:
-    """How many positions of every sequence count, on the host and in the tensor `ends` that steps read."""
+    def commit(self, counts: Sequence[int]) -> None:
+        """Count the next `counts[r]` positions of row r."""
+        self.set_lengths([length + count for length, count in zip(self.lengths, counts, strict=True)])
 
-    def __init__(self, rows: int, capacity: int, device: torch.device) -> None:
-        self.most, self.capacity = rows, capacity
-        self.lengths: list[int] = []
-        self.ends = torch.zeros(rows, dtype=torch.long, device=device)
+    def select(self, rows: Sequence[int]) -> None:
+        """Go on with these rows alone, moved down in the caches."""
+        for new, old in enumerate(rows):
+            if new != old:
+                for cache in (self.keys, self.values):
+                    cache[:, new, :, : self.lengths[old]] = cache[:, old, :, : self.lengths[old]]
+        self.set_lengths([self.lengths[row] for row in rows])
+
+    def set_lengths(self, lengths: list[int]) -> None:
+        """Go on with as many rows as there are lengths."""
+        self.lengths = lengths
+        # Unused rows of a bucket write at position 0 of rows that nobody reads.
+        ends = torch.tensor(lengths + [0] * (self.most - len(lengths)), dtype=torch.long, device="cpu")
+        self.ends.copy_(ends, non_blocking=True)
+
+    # ---- steps
 
     @property
     def bucket(self) -> int:
         """Rows of the step that serves these: the next power of two, so that few steps serve every batch."""
         return min(self.most, 1 << max(len(self.lengths) - 1, 0).bit_length())
 
-    def open(self, count: int) -> None:
-        """Begin with `count` empty rows."""
-        self._set([0] * count)
+    def step(self, kind: Hashable, function: Callable[..., Outputs], source: FixedStep | None = None) -> FixedStep:
+        """The step of this kind for as many rows as there are."""
+        key = kind, self.bucket
+        if key not in self.steps:
+            self.steps[key] = FixedStep(function, self.how, source=source)
+        return self.steps[key]
 
-    def grow(self, counts: Sequence[int]) -> None:
-        """Count the next `counts[r]` positions of row r."""
-        self._set([length + count for length, count in zip(self.lengths, counts, strict=True)])
+    def inputs(self, width: int, **values: Tensor) -> dict[str, Tensor]:
+        """What a step over the next `width` positions reads: values of the rows and of the unused rows of the bucket.
 
-    def select(self, rows: Sequence[int], stack: FusedStack) -> None:
-        """Go on with these rows alone, moved down in the caches."""
-        for new, old in enumerate(rows):
-            if new != old:
-                for cache in (stack.keys, stack.values):
-                    cache[:, new, :, : self.lengths[old]] = cache[:, old, :, : self.lengths[old]]
-        self._set([self.lengths[row] for row in rows])
-
-    def require(self, width: int) -> None:
-        """Refuse `width` more positions if a row has no room for them."""
+        Raises:
+            UsageError: a row has no room for them.
+        """
         require_room(max(self.lengths), width, self.capacity)
+        return {name: self.padded(value) for name, value in values.items()} | {"starts": self.ends[: self.bucket]}
 
     def padded(self, values: Tensor) -> Tensor:
         """Values of the rows, with zeros for the unused rows of the bucket."""
         missing = self.bucket - len(values)
         return F.pad(values, (0, 0) * (values.ndim - 1) + (0, missing)) if missing else values
-
-    def _set(self, lengths: list[int]) -> None:
-        self.lengths = lengths
-        # Unused rows of a bucket write at position 0 of rows that nobody reads.
-        ends = torch.tensor(lengths + [0] * (self.most - len(lengths)), dtype=torch.long, device="cpu")
-        self.ends.copy_(ends, non_blocking=True)

@@ -14,8 +14,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from dspine_probe.decoding.gpu.layers import FusedLayer, FusedStack, RowEnds
-from dspine_probe.decoding.graphs import Capturing, FixedStep, Outputs
+from dspine_probe.decoding.cache import padded_prompts, require_room
+from dspine_probe.decoding.gpu.layers import FusedLayer, FusedStack
+from dspine_probe.decoding.graphs import Capturing, Outputs
 from dspine_probe.decoding.kernels.block_attention import PIECE
 from dspine_probe.decoding.weights import StackSizes, target_layers, target_rotary, target_sizes
 from dspine_probe.target import Target
@@ -26,7 +27,7 @@ class FusedTarget:
     """A target's weights with fused products; made once, used by any number of engines."""
 
     sizes: StackSizes
-    layers: tuple[FusedLayer, ...]
+    layers: list[FusedLayer]
 
     @classmethod
     def fuse(cls, target: Target) -> FusedTarget:
@@ -36,77 +37,53 @@ class FusedTarget:
             UsageError: it is built in a way that the fast engines do not compute.
         """
         sizes = target_sizes(target)
-        return cls(sizes, tuple(FusedLayer.fuse(layer, sizes) for layer in target_layers(target)))
+        return cls(sizes, [FusedLayer.fuse(layer, sizes) for layer in target_layers(target)])
 
 
-class GpuTarget:
-    """`TargetEngine` over fused weights."""
+class GpuTarget(FusedStack):
+    """`TargetEngine` over fused weights. Scores and taps are overwritten by the next pass."""
 
     admits = False
 
     def __init__(
         self, target: Target, fused: FusedTarget, taps: Sequence[int], *, rows: int, capacity: int, how: Capturing
     ) -> None:
-        self.target, self.tapped, self.how = target, tuple(taps), how
-        self.gain = target.model.base_model.norm.weight.detach()
         rotary = target_rotary(target, capacity)
-        self.stack = FusedStack(fused.layers, fused.sizes, rotary, rows=rows, capacity=capacity)
-        self.rows = RowEnds(rows, capacity, target.device)
-        self.steps: dict[tuple[int, int], FixedStep] = {}
-        self._taps = self.gain.new_empty(0, 0, 0)
+        super().__init__(fused.layers, fused.sizes, rotary, rows=rows, capacity=capacity, how=how)
+        self.target, self.tapped = target, tuple(taps)
+        self.gain = target.model.base_model.norm.weight.detach()
+        self.taps: Float[Tensor, "row width taps_d_model"] = self.gain.new_empty(0, 0, 0)
+        """See `TargetEngine.taps`."""
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Float[Tensor, "row vocab"]:
         """See `TargetEngine.prefill`."""
-        self.rows.open(len(prompts))
-        longest = max(map(len, prompts))
-        self.rows.require(longest)
-        ids = torch.zeros(len(prompts), longest, dtype=torch.long, device="cpu")
-        for row, prompt in enumerate(prompts):
-            ids[row, : len(prompt)] = torch.tensor(prompt, dtype=torch.long, device="cpu")
-        ids = ids.to(self.gain.device)
-        last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=ids.device)
+        ids, last = padded_prompts(prompts, self.gain.device)
+        require_room(0, ids.shape[1], self.capacity)
         finals = self.gain.new_empty(len(prompts), len(self.gain))
         taps = []
-        for at in range(0, longest, PIECE):
+        for at in range(0, ids.shape[1], PIECE):
             piece = ids[:, at : at + PIECE]
             states, tapped = self._pass(piece, torch.full_like(last, at))
             taps.append(tapped)
             ends_here = ((at <= last) & (last < at + PIECE))[:, None]
             place = (last - at).clamp(0, piece.shape[1] - 1)
             finals = torch.where(ends_here, states[torch.arange(len(last), device=last.device), place], finals)
-        self._taps = torch.cat(taps, dim=1)
-        self.rows.grow([len(prompt) for prompt in prompts])
+        self.taps = torch.cat(taps, dim=1)
+        self.set_lengths([len(prompt) for prompt in prompts])
         return self._logits(finals)
 
     def forward(self, tokens: Int[Tensor, "row width"]) -> Float[Tensor, "row width vocab"]:
-        """See `TargetEngine.forward`; the scores are overwritten by the next pass."""
+        """See `TargetEngine.forward`."""
         return self._step(tokens)[0][: len(tokens)]
 
     def greedy(self, tokens: Int[Tensor, "row width"]) -> Int[Tensor, "row width"]:
         """See `TargetEngine.greedy`."""
         return self._step(tokens)[1][: len(tokens)]
 
-    @property
-    def taps(self) -> Float[Tensor, "row width taps_d_model"]:
-        """See `TargetEngine.taps`; overwritten by the next pass."""
-        return self._taps
-
-    def commit(self, counts: Sequence[int]) -> None:
-        """See `TargetEngine.commit`."""
-        self.rows.grow(counts)
-
-    def select(self, rows: Sequence[int]) -> None:
-        """See `TargetEngine.select`."""
-        self.rows.select(rows, self.stack)
-
     def _step(self, tokens: Int[Tensor, "row width"]) -> Outputs:
-        self.rows.require(tokens.shape[1])
-        bucket, width = self.rows.bucket, tokens.shape[1]
-        if (bucket, width) not in self.steps:
-            self.steps[bucket, width] = FixedStep(self._verify, self.how)
-        step = self.steps[bucket, width]
-        outputs = step(tokens=self.rows.padded(tokens), starts=self.rows.ends[:bucket])
-        self._taps = outputs[2][: len(tokens)]
+        width = tokens.shape[1]
+        outputs = self.step(width, self._verify)(**self.inputs(width, tokens=tokens))
+        self.taps = outputs[2][: len(tokens)]
         return outputs
 
     def _verify(self, tokens: Int[Tensor, "row width"], starts: Int[Tensor, "row"]) -> Outputs:
@@ -121,12 +98,12 @@ class GpuTarget:
         """States after the last layer, and the taps."""
         x = F.embedding(tokens, self.target.embedding).flatten(0, 1)
         caught: dict[int, Tensor] = {}
-        for number in range(len(self.stack.layers)):
-            x = self.stack.run(number, x, starts)
+        for number in range(len(self.layers)):
+            x = self.layer(number, x, starts)
             if number in self.tapped:
                 caught[number] = x
         tapped = [x[:, :0], *(caught[tap] for tap in self.tapped)]
         return x.view(*tokens.shape, -1), torch.cat(tapped, dim=-1).view(*tokens.shape, -1)
 
     def _logits(self, states: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows vocab"]:
-        return self.target.logits(self.stack.norm(states, self.gain))
+        return self.target.logits(self.norm(states, self.gain))

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from dspine_probe.decoding.kernels.launch import Launch, block, cdiv, dot, jit, pow2, tl, usable, widened
+from dspine_probe.decoding.kernels.launch import Launch, block, cdiv, dot, jit, pow2, run, tl, usable, widened
 from dspine_probe.decoding.kernels.layer_ops import LayerCache
 
 KEYS = 64  # of a step
@@ -29,18 +29,8 @@ def block_attention(
     queries: Float[Tensor, "row head d_head"], cache: LayerCache, starts: Int[Tensor, "batch"], *, causal: bool
 ) -> Float[Tensor, "row heads_d_head"]:
     """softmax(q kᵀ / √d_head) v for every slot of every sequence."""
-    if not usable(queries, cache.keys, cache.values):
-        return block_attention_reference(queries, cache, starts, causal=causal)
-    launches, out = plan_attention(queries, cache, starts, causal=causal)
-    for launch in launches:
-        launch.run()
-    return out
-
-
-def block_attention_reference(
-    queries: Float[Tensor, "row head d_head"], cache: LayerCache, starts: Int[Tensor, "batch"], *, causal: bool
-) -> Float[Tensor, "row heads_d_head"]:
-    """`block_attention` in torch."""
+    if usable(queries, cache.keys, cache.values):
+        return run(*plan_attention(queries, cache, starts, causal=causal))
     batch, (rows, heads, size) = len(starts), queries.shape
     slots, group = rows // batch, heads // cache.keys.shape[1]
     last = torch.arange(slots, device=starts.device) if causal else torch.full_like(starts, slots - 1)[:1]
@@ -55,8 +45,8 @@ def block_attention_reference(
 
 def plan_attention(
     queries: Float[Tensor, "row head d_head"], cache: LayerCache, starts: Int[Tensor, "batch"], *, causal: bool
-) -> tuple[tuple[Launch, Launch], Float[Tensor, "row heads_d_head"]]:
-    """The two launches and the buffer the second fills."""
+) -> tuple[list[Launch], Float[Tensor, "row heads_d_head"]]:
+    """The two launches and the buffer that the second fills."""
     batch, (rows, heads, size) = len(starts), queries.shape
     _, key_heads, capacity, _ = cache.keys.shape
     slots, group = rows // batch, heads // key_heads
@@ -84,7 +74,7 @@ def plan_attention(
         {"SPLITS": pow2(splits), "SIZE": pow2(size)},
         warps=1,
     )
-    return (spread, join), out
+    return [spread, join], out
 
 
 @jit

@@ -12,28 +12,20 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from dspine_probe.decoding.kernels.launch import Launch, block, cdiv, jit, pow2, tl, usable
+from dspine_probe.decoding.kernels.launch import Launch, block, cdiv, jit, pow2, run, tl, usable
 
 SPAN = 2048
 MOST_K = 64  # rounds are serial; beyond this a sort is the better way
 
 
 def top_candidates(scores: Float[Tensor, "*batch vocab"], k: int) -> Int[Tensor, "*batch k"]:
-    """Indices of the k largest scores of every row, best first."""
+    """Indices of the k largest scores of every row, best first; in torch the order of equals is torch's."""
     if not usable(scores) or k > MOST_K:
-        return top_candidates_reference(scores, k)
-    launches, index = plan_top(scores.flatten(0, -2), k)
-    for launch in launches:
-        launch.run()
-    return index.view(*scores.shape[:-1], k)
+        return scores.topk(k, dim=-1).indices
+    return run(*plan_top(scores.flatten(0, -2), k)).view(*scores.shape[:-1], k)
 
 
-def top_candidates_reference(scores: Float[Tensor, "*batch vocab"], k: int) -> Int[Tensor, "*batch k"]:
-    """`top_candidates` in torch; the order of equals is torch's."""
-    return scores.topk(k, dim=-1).indices
-
-
-def plan_top(scores: Float[Tensor, "row vocab"], k: int) -> tuple[tuple[Launch, Launch], Int[Tensor, "row k"]]:
+def plan_top(scores: Float[Tensor, "row vocab"], k: int) -> tuple[list[Launch], Int[Tensor, "row k"]]:
     """The two launches and the buffer the second fills."""
     rows, vocab = scores.shape
     span = block(vocab, SPAN)
@@ -42,28 +34,22 @@ def plan_top(scores: Float[Tensor, "row vocab"], k: int) -> tuple[tuple[Launch, 
     where = scores.new_empty(rows, spans * k, dtype=torch.int64)
     found = torch.empty_like(best[:, :k])
     index = scores.new_empty(rows, k, dtype=torch.int64)
+    first = {"scores": scores, "names": where, "best": best, "index": where}  # an entry's name is its place
+    second = {"scores": best, "names": where, "best": found, "index": index}
     spread = Launch(
         _top_kernel,
         (spans, rows),
-        {
-            "scores": scores,
-            "names": where,  # not read: an entry's name is its place
-            "best": best,
-            "index": where,
-            "length": vocab,
-            "width": spans * k,
-            "k": k,
-        },
+        {**first, "length": vocab, "width": spans * k, "k": k},
         {"SPAN": span, "NAMED": False},
     )
     gather = Launch(
         _top_kernel,
         (1, rows),
-        {"scores": best, "names": where, "best": found, "index": index, "length": spans * k, "width": k, "k": k},
+        {**second, "length": spans * k, "width": k, "k": k},
         {"SPAN": pow2(spans * k), "NAMED": True},
         warps=8,
     )
-    return (spread, gather), index
+    return [spread, gather], index
 
 
 @jit

@@ -5,9 +5,9 @@ For slot t with state h before the last injection and a known predecessor a (dra
     x(a) = h + rms(h) · W (σ(G_r f + G_p √r e_a + b) ⊙ M √r e_a)        ρ(a) = γ ⊙ x(a) / rms(x(a))
     S[a, b] = ρ(a) · w_b                                                for every candidate b of slot t
 
-G_r f + b comes from the last layer's `LayerReads`, the code terms from `CodeTables`, and 1 / rms(x(a)) is one number a
-row. So a program can take a slice of d_model on its own and leave its part of Σ γ x w and of Σ x² behind; the walk adds
-the parts up. Nothing of size candidates × d_model is ever stored. Entry points: `pair_parts`, `PairParts.scores`.
+G_r f comes from the last layer's `LayerReads`, the code terms from its tables, and 1 / rms(x(a)) is one number a row.
+So a program can take a slice of d_model on its own and leave its part of Σ γ x w and of Σ x² behind; the walk adds the
+parts up. Nothing of size candidates × d_model is ever stored. Entry points: `pair_parts`, `PairParts.scores`.
 
 A cell is one draft slot of one block. Where the draft's vocabulary is trimmed, `index` names the rows of its head.
 """
@@ -23,19 +23,17 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from dspine_probe.decoding.kernels.folding import CodeTables, LayerInjection
-from dspine_probe.decoding.kernels.injection import LayerReads, feature_scale, scaled
-from dspine_probe.decoding.kernels.launch import Launch, block, cdiv, dot, jit, pow2, tl, usable, widened
+from dspine_probe.decoding.kernels.injection import LayerInjection, LayerReads, feature_scale, shared_arguments
+from dspine_probe.decoding.kernels.launch import Launch, block, cdiv, dot, jit, pow2, run, tl, usable, widened
 
 SLICE = 512  # of d_model, for one program
 
 
 @dataclass(frozen=True)
 class Refiner:
-    """What the last write and the scores need: last injection, tables, final norm γ with its ε, and head."""
+    """What the last write and the scores need: the last injection, the final norm γ with its ε, and the head."""
 
     weights: LayerInjection
-    tables: CodeTables
     norm: Float[Tensor, "d_model"]
     eps: float
     head: Float[Tensor, "draft_vocab d_model"]
@@ -68,26 +66,20 @@ class PairParts:
 def pair_parts(
     pre_write: Float[Tensor, "row d_model"], readings: LayerReads, pairs: Pairs, refiner: Refiner
 ) -> PairParts:
-    """All pair scores of all blocks. `pre_write` and `readings` cover every slot, the anchors' included."""
-    if not usable(pre_write, pairs.candidates, pairs.index, pairs.anchors):
-        return pair_parts_reference(pre_write, readings, pairs, refiner)
-    launch, parts = plan_pairs(pre_write, readings, pairs, refiner)
-    launch.run()
-    return parts
+    """All pair scores of all blocks; in torch as a single part.
 
-
-def pair_parts_reference(
-    pre_write: Float[Tensor, "row d_model"], readings: LayerReads, pairs: Pairs, refiner: Refiner
-) -> PairParts:
-    """`pair_parts` in torch, as a single part."""
-    weights, tables = refiner.weights, refiner.tables
+    `pre_write` and `readings` cover every slot, the anchors' included.
+    """
+    weights = refiner.weights
+    if usable(pre_write, pairs.candidates, pairs.index, pairs.anchors):
+        return run(*plan_pairs(pre_write, readings, pairs, refiner))
     blocks, _, k = pairs.candidates.shape
     anchors = pairs.anchors[:, None, None].expand(-1, 1, k)
     tokens = torch.cat([anchors, pairs.candidates[:, :-1]], dim=1)
-    receiver = scaled(readings, weights)[:, : weights.message].unflatten(0, (blocks, -1))[:, 1:, None]
+    receiver = readings.scaled(weights.rank)[:, : len(weights.bias)].unflatten(0, (blocks, -1))[:, 1:, None]
     wide = receiver.dtype
-    gate = torch.sigmoid(receiver + F.embedding(tokens, tables.gate) + weights.bias)
-    written = F.linear(gate * F.embedding(tokens, tables.message), weights.write.to(wide))
+    gate = torch.sigmoid(receiver + F.embedding(tokens, weights.gate_table) + weights.bias)
+    written = F.linear(gate * F.embedding(tokens, weights.message_table), weights.write.to(wide))
     h = pre_write.to(wide).unflatten(0, (blocks, -1))[:, 1:, None]
     x = h + h.square().mean(-1, keepdim=True).sqrt() * written
     products = (x * refiner.norm) @ F.embedding(pairs.index, refiner.head).to(wide).transpose(-1, -2)
@@ -96,10 +88,10 @@ def pair_parts_reference(
 
 def plan_pairs(
     pre_write: Float[Tensor, "row d_model"], readings: LayerReads, pairs: Pairs, refiner: Refiner
-) -> tuple[Launch, PairParts]:
+) -> tuple[list[Launch], PairParts]:
     """The launch and the buffers it fills."""
     (rows, d_model), (blocks, draft_slots, k) = pre_write.shape, pairs.candidates.shape
-    weights, tables, cells, lanes = refiner.weights, refiner.tables, blocks * draft_slots, block(k, 1 << 16)
+    cells, lanes = blocks * draft_slots, block(k, 1 << 16)
     # Few cells: one at a time and wide slices. Many: four at a time, which reads the write matrix a quarter as often;
     # the products between different cells of a group are formed and dropped.
     group = 1 if cells * lanes <= 256 else max(1, 64 // lanes)
@@ -111,47 +103,20 @@ def plan_pairs(
         d_model,
         refiner.eps,
     )
+    inputs = {"h": pre_write, **shared_arguments(readings, refiner.weights), "norm": refiner.norm, "head": refiner.head}
+    outputs = {"products": parts.products, "squares": parts.squares}
+    sizes = {"rows": rows, "cells": cells, "draft_slots": draft_slots, "k": k, "d_model": d_model}
+    tiles = {"GROUP": group, "LANES": lanes, "COLUMNS": size, "TILES": cdiv(min(SLICE, d_model), size)}
+    depths = {"DEPTH": block(len(refiner.weights.bias), 64 if group == 1 else 32)}
     launch = Launch(
         _pair_kernel,
         (slices, cdiv(cells, group)),
-        {
-            "h": pre_write,
-            "projected": readings.projected,
-            "read_squares": readings.read_squares,
-            "receiver_squares": readings.receiver_squares,
-            "write": weights.write,
-            "bias": weights.bias,
-            "message_table": tables.message,
-            "gate_table": tables.gate,
-            "norm": refiner.norm,
-            "head": refiner.head,
-            "candidates": pairs.candidates,
-            "index": pairs.index,
-            "anchors": pairs.anchors,
-            "products": parts.products,
-            "squares": parts.squares,
-            "rows": rows,
-            "cells": cells,
-            "draft_slots": draft_slots,
-            "k": k,
-            "d_model": d_model,
-            "root": weights.rank**0.5,
-            "message": weights.message,
-            "parts": len(readings.read_squares),
-        },
-        {
-            "GROUP": group,
-            "LANES": lanes,
-            "COLUMNS": size,
-            "TILES": cdiv(min(SLICE, d_model), size),
-            "DEPTH": block(weights.message, 64 if group == 1 else 32),
-            "PARTS": pow2(len(readings.read_squares)),
-            "WIDEN": widened(pre_write.dtype),
-        },
+        inputs | vars(pairs) | outputs | sizes,
+        {**tiles, **depths, "PARTS": pow2(len(readings.read_squares)), "WIDEN": widened(pre_write.dtype)},
         warps=8,
         stages=4 if group == 1 else 2,
     )
-    return launch, parts
+    return [launch], parts
 
 
 @jit

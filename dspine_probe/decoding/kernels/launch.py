@@ -1,8 +1,9 @@
 """How a Triton kernel is described before it runs: one `Launch` serves running, testing and compiling alike.
 
-A `plan_*` function of a kernel module turns tensors into a `Launch` and touches no data, so that with tensors on the
-meta device the very launches of a model's geometry can be compiled where there is no GPU (`benchmarks.gpu`). `usable`
-says whether Triton can run on given tensors; where it cannot, the entry functions compute the same with torch.
+A `plan_*` function turns tensors into launches and the buffers they fill and touches no data, so that with tensors on
+the meta device the very launches of a model's geometry can be compiled where there is no GPU (`benchmarks.gpu`). Where
+Triton cannot run on given tensors (`usable`), an entry function computes the same with torch; in float64 that is the
+reference of the kernels.
 
 Under Triton's interpreter `tl.dot` reads bf16 operands as raw integers, so `dot` widens them there first.
 """
@@ -11,9 +12,9 @@ Under Triton's interpreter `tl.dot` reads bf16 operands as raw integers, so `dot
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ except ImportError:  # Triton is made for Linux alone; everywhere else the entry
     triton = tl = None
 
 DTYPES = (torch.bfloat16, torch.float32)
+Buffers = TypeVar("Buffers")
 
 
 def jit(function: Any) -> Any:
@@ -39,13 +41,11 @@ def interpreting() -> bool:
 
 def usable(*tensors: Tensor) -> bool:
     """Whether Triton can compute on these: contiguous bf16, fp32 or ints, on a CUDA device or in the interpreter."""
-    if triton is None or not all(_suits(tensor) for tensor in tensors):
+    if triton is None or any(
+        not t.is_contiguous() or (t.is_floating_point() and t.dtype not in DTYPES) for t in tensors
+    ):
         return False
     return all(t.is_cuda for t in tensors) or (interpreting() and all(t.device.type == "cpu" for t in tensors))
-
-
-def _suits(tensor: Tensor) -> bool:
-    return tensor.is_contiguous() and (tensor.dtype in DTYPES or not tensor.is_floating_point())
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,13 @@ class Launch:
     def run(self) -> None:
         """Enqueue the kernel on the current stream."""
         self.kernel[self.grid](**self.arguments, **self.constants, num_warps=self.warps, num_stages=self.stages)
+
+
+def run(launches: Sequence[Launch], buffers: Buffers) -> Buffers:
+    """Enqueue a plan; the buffers it fills."""
+    for launch in launches:
+        launch.run()
+    return buffers
 
 
 def widened(dtype: torch.dtype) -> bool:

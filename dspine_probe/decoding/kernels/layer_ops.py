@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from dspine_probe.decoding.kernels.launch import Launch, block, cdiv, jit, pow2, tl, usable
+from dspine_probe.decoding.kernels.launch import Launch, block, cdiv, jit, pow2, run, tl, usable
 
 
 @dataclass(frozen=True)
@@ -54,27 +54,8 @@ def rotate_and_store(
 
     Every position starts[b] + slot must lie inside the cache and the rotary tables.
     """
-    if not usable(qkv, cache.keys, cache.values):
-        return rotate_and_store_reference(qkv, heads, rotary, starts, cache)
-    launch, rotated = plan_rotate(qkv, heads, rotary, starts, cache)
-    launch.run()
-    return rotated
-
-
-def silu_mul(gate_up: Float[Tensor, "row two_inner"]) -> Float[Tensor, "row inner"]:
-    """silu(gate) ⊙ up of a fused product [gate; up]."""
-    if not usable(gate_up):
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
-    launch, out = plan_silu_mul(gate_up)
-    launch.run()
-    return out
-
-
-def rotate_and_store_reference(
-    qkv: Float[Tensor, "row fused"], heads: Heads, rotary: HalfRotary, starts: Int[Tensor, "batch"], cache: LayerCache
-) -> Float[Tensor, "row head d_head"]:
-    """`rotate_and_store` in torch."""
+    if usable(qkv, cache.keys, cache.values):
+        return run(*plan_rotate(qkv, heads, rotary, starts, cache))
     batch, slots = len(starts), len(qkv) // len(starts)
     wide = torch.promote_types(qkv.dtype, torch.float32)
     every = qkv.view(len(qkv), -1, heads.size).to(wide)
@@ -94,45 +75,41 @@ def rotate_and_store_reference(
     return turned(q, heads.q_norm)
 
 
+def silu_mul(gate_up: Float[Tensor, "row two_inner"]) -> Float[Tensor, "row inner"]:
+    """silu(gate) ⊙ up of a fused product [gate; up]."""
+    if usable(gate_up):
+        return run(*plan_silu_mul(gate_up))
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
 def plan_rotate(
     qkv: Float[Tensor, "row fused"], heads: Heads, rotary: HalfRotary, starts: Int[Tensor, "batch"], cache: LayerCache
-) -> tuple[Launch, Float[Tensor, "row head d_head"]]:
+) -> tuple[list[Launch], Float[Tensor, "row head d_head"]]:
     """The launch and the queries' buffer."""
     rows = len(qkv)
     rotated = qkv.new_empty(rows, heads.queries, heads.size)
+    norms = {"q_norm": heads.q_norm, "k_norm": heads.k_norm}
+    inputs = {"qkv": qkv, **{name: qkv if gain is None else gain for name, gain in norms.items()}, **vars(rotary)}
+    sizes = {"query_heads": heads.queries, "key_heads": heads.keys, "half": heads.size // 2, "eps": heads.eps}
     launch = Launch(
         _rotate_kernel,
         (rows, heads.queries + 2 * heads.keys),
-        {
-            "qkv": qkv,
-            "q_norm": qkv if heads.q_norm is None else heads.q_norm,  # not read without norms
-            "k_norm": qkv if heads.k_norm is None else heads.k_norm,
-            "cos": rotary.cos,
-            "sin": rotary.sin,
-            "starts": starts,
-            "rotated": rotated,
-            "keys": cache.keys,
-            "values": cache.values,
-            "slots": rows // len(starts),
-            "capacity": cache.keys.shape[2],
-            "query_heads": heads.queries,
-            "key_heads": heads.keys,
-            "half": heads.size // 2,
-            "eps": heads.eps,
-        },
+        {**inputs, "starts": starts, "rotated": rotated, **vars(cache)}
+        | {"slots": rows // len(starts), "capacity": cache.keys.shape[2], **sizes},
         {"HALF": pow2(heads.size // 2), "NORMED": heads.k_norm is not None},
         warps=1,
     )
-    return launch, rotated
+    return [launch], rotated
 
 
-def plan_silu_mul(gate_up: Float[Tensor, "row two_inner"]) -> tuple[Launch, Float[Tensor, "row inner"]]:
+def plan_silu_mul(gate_up: Float[Tensor, "row two_inner"]) -> tuple[list[Launch], Float[Tensor, "row inner"]]:
     """The launch and the buffer it fills."""
     rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
     size = block(inner, 1024)
     out = gate_up.new_empty(rows, inner)
     arguments = {"gate_up": gate_up, "out": out, "inner": inner}
-    return Launch(_silu_mul_kernel, (cdiv(inner, size), rows), arguments, {"COLUMNS": size}), out
+    return [Launch(_silu_mul_kernel, (cdiv(inner, size), rows), arguments, {"COLUMNS": size})], out
 
 
 @jit

@@ -3,30 +3,21 @@
 The scores of the next slot are fetched while the choice in this one is made, whatever that choice will be, so the chain
 of dependent steps holds no memory access. Greedy: the best candidate after the one chosen before it, ties to the lower
 index. Sampled: a candidate drawn from the softmax of that row, by the same rule as `sampling.pick`, and the
-distribution it was drawn from. Entry points: `walk` on `PairParts`, `walk_scores` on a finished table.
+distribution it was drawn from. Entry points: `walk` on `PairParts`, which `unit_parts` makes of a finished table.
 """
 
 # mypy: allow-untyped-defs
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from dspine_probe.decoding.kernels.last_write import PairParts
-from dspine_probe.decoding.kernels.launch import Launch, cdiv, jit, pow2, tl, usable
+from dspine_probe.decoding.kernels.launch import Launch, cdiv, jit, pow2, run, tl, usable
+from dspine_probe.drafts.proposal import Candidates, Proposal
 from dspine_probe.drafts.transition import TransitionCache
-
-
-@dataclass(frozen=True)
-class Walk:
-    """Tokens of slots 1…T; for a sampled walk the distribution over its candidates each was drawn from."""
-
-    tokens: Int[Tensor, "block draft_slot"]
-    probs: Float[Tensor, "block draft_slot k"] | None
 
 
 def walk(
@@ -35,7 +26,7 @@ def walk(
     *,
     temperature: float = 1.0,
     noise: Float[Tensor, "block draft_slot"] | None = None,
-) -> Walk:
+) -> Proposal:
     """Walk the table whose parts `pair_parts` left behind.
 
     Args:
@@ -44,36 +35,18 @@ def walk(
         temperature: above 0; of the distributions that tokens are drawn from.
         noise: uniform numbers in [0, 1), one per slot; None takes the best candidates.
     """
-    if not usable(parts.products, candidates):
-        return walk_reference(parts.scores(), candidates, temperature, noise)
-    launch, walked = plan_walk(parts, candidates, temperature, noise)
-    launch.run()
-    return walked
+    if usable(parts.products, candidates):
+        return run(*plan_walk(parts, candidates, temperature, noise))
+    table = TransitionCache(candidates, parts.scores())
+    if noise is None:
+        return Proposal(table.walk_greedy())
+    tokens, probs = table.walk_sampled(temperature, noise)
+    return Proposal(tokens, Candidates(candidates, probs))
 
 
-def walk_scores(
-    scores: Float[Tensor, "block draft_slot k k"],
-    candidates: Int[Tensor, "block draft_slot k"],
-    *,
-    temperature: float = 1.0,
-    noise: Float[Tensor, "block draft_slot"] | None = None,
-) -> Walk:
-    """As `walk`, for any table S[t, a, b]; all rows of slot 1 follow the anchor and must be equal."""
-    if not usable(scores) or scores.dtype != torch.float32:
-        return walk_reference(scores, candidates, temperature, noise)
-    ones = scores.new_ones(1, *candidates.shape)  # with d_model 1 and ε 0 the norm divides by one
-    return walk(PairParts(scores[None], ones, 1, 0.0), candidates, temperature=temperature, noise=noise)
-
-
-def walk_reference(
-    scores: Float[Tensor, "block draft_slot k k"],
-    candidates: Int[Tensor, "block draft_slot k"],
-    temperature: float,
-    noise: Float[Tensor, "block draft_slot"] | None,
-) -> Walk:
-    """The walk in torch: that of `TransitionCache`."""
-    table = TransitionCache(candidates, scores)
-    return Walk(table.walk_greedy(), None) if noise is None else Walk(*table.walk_sampled(temperature, noise))
+def unit_parts(scores: Float[Tensor, "block draft_slot k k"]) -> PairParts:
+    """Any table S[t, a, b] as parts, to be walked; all rows of slot 1 follow the anchor and must be equal."""
+    return PairParts(scores[None], scores.new_ones(1, *scores.shape[:-1]), 1, 0.0)  # the norm divides by one
 
 
 def plan_walk(
@@ -83,32 +56,21 @@ def plan_walk(
     noise: Float[Tensor, "block draft_slot"] | None,
     *,
     together: int = 1,
-) -> tuple[Launch, Walk]:
+) -> tuple[list[Launch], Proposal]:
     """The launch and the buffers it fills; a program walks `together` blocks side by side."""
     (blocks, slots, k), products = candidates.shape, parts.products
     tokens = torch.empty_like(candidates[..., 0])
-    probs = None if noise is None else products.new_empty(candidates.shape)
+    probs = products if noise is None else products.new_empty(candidates.shape)  # not written when greedy
+    inputs = {**vars(parts), "candidates": candidates, "noise": products if noise is None else noise}
+    sizes = {"blocks": blocks, "slots": slots, "k": k, "temperature": float(temperature)}
     launch = Launch(
         _walk_kernel,
         (cdiv(blocks, together),),
-        {
-            "products": products,
-            "squares": parts.squares,
-            "candidates": candidates,
-            "noise": products if noise is None else noise,  # not read when greedy
-            "tokens": tokens,
-            "probs": products if probs is None else probs,
-            "blocks": blocks,
-            "slots": slots,
-            "k": k,
-            "d_model": parts.d_model,
-            "eps": parts.eps,
-            "temperature": float(temperature),
-        },
+        {**inputs, "tokens": tokens, "probs": probs, **sizes},
         {"BLOCKS": together, "K": pow2(k), "PARTS": len(products), "SAMPLED": noise is not None},
         warps=1 if together == 1 else 4,
     )
-    return launch, Walk(tokens, probs)
+    return [launch], Proposal(tokens, None if noise is None else Candidates(candidates, probs))
 
 
 @jit
