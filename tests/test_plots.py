@@ -170,6 +170,12 @@ def _block():
     return FigureBlock(go.Figure(go.Bar(y=[1, 2])), "t", "c", "a", pd.DataFrame({"x": [1.23456789]}))
 
 
+def test_a_table_shows_numbers_and_marks_what_is_absent():
+    rows = pd.DataFrame({"depth": pd.array([3, pd.NA], dtype="Int64"), "mean": [0.123456, float("nan")]})
+    cells = re.findall(r"<td>(.*?)</td>", FigureBlock(go.Figure(), "t", "c", "a", rows).table_html())
+    assert cells == ["3", "0.1235", "–", "–"]
+
+
 def test_figures_share_one_library_and_open_offline(tmp_path, monkeypatch):
     monkeypatch.setattr(figure_block, "find_browser", lambda: None)
     note = write_figure(tmp_path / "one", _block())

@@ -7,12 +7,20 @@ import pytest
 import torch
 
 from dspine_probe.errors import ProbeError, UsageError
-from dspine_probe.experiments.common.intervals import draw_counts, ratio_estimate, ratio_samples
+from dspine_probe.experiments.common.intervals import Estimate, draw_counts, estimate, ratio_samples
 from dspine_probe.experiments.common.records import read_record, write_record
 
 
 def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
+
+
+def ratio_estimate(
+    numerator: torch.Tensor, denominator: torch.Tensor, *, generator: torch.Generator, resamples: int
+) -> Estimate:
+    counts = draw_counts(len(numerator), generator=generator, resamples=resamples)
+    value = ratio_samples(numerator, denominator, torch.ones(1, len(numerator)).double())[0]
+    return estimate(value, ratio_samples(numerator, denominator, counts))
 
 
 def test_every_resample_draws_as_many_groups_as_there_are():

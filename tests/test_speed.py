@@ -148,6 +148,11 @@ def test_figures_say_what_they_show(measured: SpeedResult, draw):
     assert sum(len(trace.x) for trace in block.figure.data) == len(block.table)
 
 
+def test_bars_of_time_per_token_say_the_speedup():
+    labels = [note.text for note in plots.time_per_token(made()).figure.layout.annotations]
+    assert labels[-3:] == ["1.00×", "1.33×", "1.43×"]
+
+
 def test_passes_are_timed_apart(target: Target):
     draft = tiny_draft(target, DSPINE)
     options = {"name": "x", "rows": 2, "context": 20, "engines": REFERENCE, "repeats": 3}

@@ -13,12 +13,11 @@ from dspine_probe.cli.options import (
     PrecisionName,
     TargetName,
     Workers,
+    bars_on_stderr,
     load_fast_target,
     load_target,
     writable,
 )
-
-LOG_SECONDS = 10.0
 
 
 def features(
@@ -46,18 +45,12 @@ def features(
     check_taps(layers, model.num_layers)
     known = None if prompts is None else encode_prompts(model, load_prompts(prompts), boxed_share=boxed_share)
     examples = collect(corpus, known)[worker::workers]
-    console = Console(stderr=True, highlight=False)
-    began = last = time.monotonic()
+    with bars_on_stderr() as bars:
 
-    def show(done: int, total: int) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last >= LOG_SECONDS or done == total:
-            last = now
-            left = (total - done) * (now - began) / done / 60
-            console.print(f"features: {done:,} of {total:,} tokens, {left:.1f} min left")
+        def show(done: int, total: int) -> None:
+            bars.show("features, tokens", done, total)
 
-    store = build_features(model, examples, layers, folder, on_batch=show)
+        store = build_features(model, examples, layers, folder, on_batch=show)
     typer.echo(f"{len(store):,} sequences, {store.meta.tokens:,} tokens in {folder}")
 
 

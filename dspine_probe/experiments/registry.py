@@ -70,6 +70,10 @@ def imported(path: str) -> Any:
     return getattr(import_module(module), attribute)
 
 
+def _figures(module: str, *functions: str) -> tuple[str, ...]:
+    return tuple(f"dspine_probe.plots.{module}:{function}" for function in functions)
+
+
 _ALL = (
     Experiment(
         "emergence",
@@ -77,11 +81,7 @@ _ALL = (
         result="dspine_probe.experiments.emergence.table:EmergenceResult",
         config="dspine_probe.experiments.emergence.measure:EmergenceConfig",
         run="dspine_probe.experiments.emergence.measure:run",
-        figures=(
-            "dspine_probe.plots.emergence:heatmaps",
-            "dspine_probe.plots.emergence:slot_curves",
-            "dspine_probe.plots.emergence:controls",
-        ),
+        figures=_figures("emergence", "heatmaps", "slot_curves", "controls"),
         reproduced={"train_rows": 2048, "validation_rows": 512},
     ),
     Experiment(
@@ -90,12 +90,7 @@ _ALL = (
         result="dspine_probe.experiments.corruption.result:CorruptionResult",
         config="dspine_probe.experiments.corruption.config:CorruptionOptions",
         run="dspine_probe.experiments.corruption.measure:run",
-        figures=(
-            "dspine_probe.plots.corruption:places",
-            "dspine_probe.plots.corruption:slots",
-            "dspine_probe.plots.corruption:picks",
-            "dspine_probe.plots.corruption:protocols",
-        ),
+        figures=_figures("corruption", "places", "slots", "picks", "protocols"),
         reproduced={"fast": True},
     ),
     Experiment(
@@ -104,7 +99,7 @@ _ALL = (
         result="dspine_probe.experiments.injection_depth.result:InjectionDepthResult",
         config="dspine_probe.experiments.injection_depth.command:InjectionOptions",
         run="dspine_probe.experiments.injection_depth.command:run",
-        figures=("dspine_probe.plots.injection_depth:by_depth", "dspine_probe.plots.injection_depth:by_reliability"),
+        figures=_figures("injection_depth", "by_depth", "by_reliability"),
         drafts=("dflash",),
         reproduced={"fast": True},
     ),
@@ -114,7 +109,7 @@ _ALL = (
         result="dspine_probe.experiments.joint_injection.table:JointInjectionResult",
         config="dspine_probe.experiments.joint_injection.measure:JointOptions",
         run="dspine_probe.experiments.joint_injection.measure:run",
-        figures=("dspine_probe.plots.joint_injection:by_depth",),
+        figures=_figures("joint_injection", "by_depth"),
         drafts=(),
     ),
     Experiment(
@@ -123,12 +118,7 @@ _ALL = (
         result="dspine_probe.experiments.supervision.result:SupervisionResult",
         config="dspine_probe.experiments.supervision.command:SupervisionOptions",
         run="dspine_probe.experiments.supervision.command:run",
-        figures=(
-            "dspine_probe.plots.supervision:arms",
-            "dspine_probe.plots.supervision:curves",
-            "dspine_probe.plots.supervision:cosines",
-            "dspine_probe.plots.supervision:ranks",
-        ),
+        figures=_figures("supervision", "arms", "curves", "cosines", "ranks"),
         drafts=(),
     ),
     Experiment(
@@ -137,11 +127,7 @@ _ALL = (
         result="dspine_probe.experiments.gates.table:GatesResult",
         config="dspine_probe.experiments.gates.measure:GatesConfig",
         run="dspine_probe.experiments.gates.measure:run",
-        figures=(
-            "dspine_probe.plots.gates:heatmaps",
-            "dspine_probe.plots.gates:followed",
-            "dspine_probe.plots.gates:clamped",
-        ),
+        figures=_figures("gates", "heatmaps", "followed", "clamped"),
         drafts=("dspine",),
     ),
     Experiment(
@@ -150,7 +136,7 @@ _ALL = (
         result="dspine_probe.experiments.probing.table:ProbingResult",
         config="dspine_probe.experiments.probing.measure:ProbingConfig",
         run="dspine_probe.experiments.probing.measure:run",
-        figures=("dspine_probe.plots.probing:curves",),
+        figures=_figures("probing", "curves"),
     ),
     Experiment(
         "acceptance",
@@ -158,11 +144,7 @@ _ALL = (
         result="dspine_probe.experiments.acceptance.table:AcceptanceResult",
         config="dspine_probe.experiments.acceptance.measure:AcceptanceOptions",
         run="dspine_probe.experiments.acceptance.measure:run",
-        figures=(
-            "dspine_probe.plots.acceptance:bars",
-            "dspine_probe.plots.acceptance:survival",
-            "dspine_probe.plots.acceptance:over_blocks",
-        ),
+        figures=_figures("acceptance", "bars", "survival", "over_blocks"),
         reproduced={},
         command=False,
     ),
@@ -172,12 +154,7 @@ _ALL = (
         result="dspine_probe.experiments.speed.result:SpeedResult",
         config="dspine_probe.experiments.speed.measure:SpeedConfig",
         run="dspine_probe.experiments.speed.measure:speed",
-        figures=(
-            "dspine_probe.plots.speed:tokens_per_second",
-            "dspine_probe.plots.speed:time_per_token",
-            "dspine_probe.plots.speed:speedup_by_set",
-            "dspine_probe.plots.speed:speedup_by_rows",
-        ),
+        figures=_figures("speed", "tokens_per_second", "time_per_token", "speedup_by_set", "speedup_by_rows"),
         defaults={"limit": 32, "max_new_tokens": 128},
         reproduced={"rows": (1,), "temperature": (0.0,), "cost_repeats": 0, "prompts": 7, "max_new_tokens": 64},
     ),

@@ -53,7 +53,8 @@ class FigureBlock:
 
     def table_html(self) -> str:
         """The numbers behind the picture, folded."""
-        table = self.table.to_html(index=False, border=0, float_format=lambda x: f"{x:.4g}", na_rep="–")
+        cells = self.table.astype(object).where(self.table.notna(), "–")
+        table = cells.to_html(index=False, border=0, float_format=lambda x: f"{x:.4g}")
         return f"<details><summary>Table: {html.escape(self.title)}</summary>\n{table}\n</details>\n"
 
     def to_html(self, number: int = 1) -> str:

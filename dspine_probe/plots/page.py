@@ -15,7 +15,8 @@ _STYLE = """
 @media (prefers-color-scheme: dark) {
   :root { --page: #16181c; --ink: #eee; --soft: #bbb; --line: #444; --card: #22252b; } }
 @media print { :root { --page: #fff; --ink: #000; --soft: #333; --line: #bbb; --card: #fff; }
-  section, .card { break-inside: avoid; } }
+  figure, .plot, .card, tr { break-inside: avoid; } details, .plot { overflow: visible !important; }
+  table { font-size: .6rem !important; } th, td { padding: .1rem .2rem !important; } .modebar { display: none; } }
 body { background: var(--page); color: var(--ink); font: 16px/1.5 system-ui, sans-serif;
   max-width: 72rem; margin: 2rem auto; padding: 0 1rem; overflow-wrap: break-word; }
 a { color: inherit; } section { margin: 3rem 0; } figure { margin: 0; }

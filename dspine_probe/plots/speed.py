@@ -18,7 +18,7 @@ from dspine_probe.plots.style import layout
 def tokens_per_second(result: SpeedResult) -> FigureBlock:
     """Tokens per second, plainly and with each draft, one panel a sampling, with the fewest rows."""
     rows = result.select(set=ALL, rows=result.fewest, metric="tokens_per_second")
-    speedup = result.select(set=ALL, rows=result.fewest, metric="speedup").set_index(["draft", "sampling"])["mean"]
+    speedup = _speedups(result)
     figure = panels(rows, by="metric", x="draft", kind="bars", column="sampling")
     for bars, (_, panel) in zip(figure.data, rows.groupby("sampling", sort=False), strict=True):
         bars.text = [f"{speedup[row['draft'], row['sampling']]:.2f}×" for _, row in panel.iterrows()]
@@ -40,13 +40,18 @@ def time_per_token(result: SpeedResult) -> FigureBlock:
     rows = result.select(set=ALL, rows=result.fewest, metric=list(names))
     figure = panels(rows, by="metric", x="draft", kind="bars", column="sampling", names=names)
     figure.update_layout(barmode="stack")
+    speedup = _speedups(result)
+    for place, (sampling, panel) in enumerate(rows.groupby("sampling", sort=False), start=1):
+        for draft, height in panel.groupby("draft", sort=False)["mean"].sum().items():
+            said = {"text": f"{speedup[draft, sampling]:.2f}×", "showarrow": False, "yshift": 9}
+            figure.add_annotation(x=draft, y=height, **said, row=1, col=place)
     figure.update_yaxes(title_text="ms per committed token", rangemode="tozero", row=1, col=1)
     return _block(
         result,
         figure,
         rows,
         "Where the time of a token goes",
-        f"Seconds after the prefill over tokens, {result.fewest} at once.",
+        f"Seconds after the prefill over tokens, {result.fewest} at once; bars say times plain decoding.",
         lambda row: f"{names[row['metric']]} {row['mean']:.2f} ms",
     )
 
@@ -87,6 +92,12 @@ def speedup_by_set(result: SpeedResult) -> FigureBlock | None:
         "One prompt at a time.",
         lambda row: f"{row['set']} {row['mean']:.2f} times",
     )
+
+
+def _speedups(result: SpeedResult) -> pd.Series:
+    """Times plain decoding, by draft and sampling, with the fewest rows."""
+    rows = result.select(set=ALL, rows=result.fewest, metric="speedup")
+    return rows.set_index(["draft", "sampling"])["mean"]
 
 
 def _drafted(result: SpeedResult, **wanted: str | list[str]) -> pd.DataFrame:

@@ -1,7 +1,7 @@
 """Where drafts are compared: held-out answers of the target, its states, and one list of anchors for every condition.
 
 Every condition of an experiment sees the same blocks in the same order, so any two are paired block by block. States
-are kept in fp32. `build_arena` makes an arena from prompts (`choose_blocks` where answers and states are at hand),
+are kept in fp32. `build_arena` makes an arena from prompts,
 `Arena.batches` yields its blocks, `kept_arena` keeps one in a folder, under the key of all it depends on (`arena_key`).
 `intervals.py` turns numbers per block into estimates.
 """
@@ -27,7 +27,8 @@ from transformer_lens.utilities.statistics import derive_generator
 from dspine_probe.decoding.continuous import Completion
 from dspine_probe.errors import ProbeError, UsageError
 from dspine_probe.experiments.common.answers import answer_prompts, read_states
-from dspine_probe.experiments.common.progress import Progress, silent
+from dspine_probe.experiments.common.kept import differing
+from dspine_probe.experiments.common.progress import Progress
 from dspine_probe.files import write_atomically
 from dspine_probe.prompts import Prompt
 from dspine_probe.target import Target
@@ -152,6 +153,7 @@ def build_arena(
     batch_size: int = 32,
     seed: int = 0,
     answers: Sequence[Completion] | None = None,
+    states: Sequence[Answer] | None = None,
     on_progress: Progress | None = None,
 ) -> Arena:
     """Let the target answer `prompts` greedily and choose anchors in the answers, uniformly at random.
@@ -162,22 +164,39 @@ def build_arena(
         taps: target layers whose states the drafts read.
         slots: T; answers with fewer than T + 1 tokens have no anchor and are left out (and counted).
         per_answer: most anchors of one answer.
-        answers: the target's answers, when they are at hand already.
+        answers, states: the target's answers, and its states at them (`read_states`), when they are at hand already.
         on_progress: called with (stage, done, total).
 
     Raises:
         UsageError: no prompts, or a set with fewer than two of them.
     """
     refuse_lonely(prompts)
-    report = on_progress or silent
-    if answers is None:
-        answers = answer_prompts(
-            target, prompts, max_new_tokens=max_new_tokens, batch_size=batch_size, on_progress=report
-        )
-    rows = read_states(target, prompts, answers, taps, batch_size=batch_size, on_progress=report)
-    about: dict[str, Any] = {"target": target.name, "dtype": str(target.dtype), "taps": list(taps)}
-    about["max_new_tokens"] = max_new_tokens
-    return choose_blocks(rows, prompts, slots=slots, per_answer=per_answer, seed=seed, about=about)
+    if states is None:
+        options: dict[str, Any] = {"batch_size": batch_size, "on_progress": on_progress}
+        if answers is None:
+            answers = answer_prompts(target, prompts, max_new_tokens=max_new_tokens, **options)
+        states = read_states(target, prompts, answers, taps, **options)
+    generator = derive_generator(seed, "anchors")
+    chosen = [_choose(row, slots, per_answer, generator) for row in states]
+    kept = [i for i, anchors in enumerate(chosen) if len(anchors)]
+    about = {
+        "target": target.name,
+        "dtype": str(target.dtype),
+        "taps": list(taps),
+        "max_new_tokens": max_new_tokens,
+        "prompts": len(prompts),
+        "too_short": len(prompts) - len(kept),
+        "blocks": sum(len(chosen[i]) for i in kept),
+        "anchors_per_answer": per_answer,
+        "seed": seed,
+    }
+    return Arena(
+        tuple(states[i] for i in kept),
+        tuple(prompts[i].set for i in kept),
+        tuple(chosen[i] for i in kept),
+        slots,
+        about,
+    )
 
 
 def arena_key(
@@ -212,7 +231,12 @@ def kept_arena(folder: Path | None, key: Mapping[str, Any], build: Callable[[], 
     """
     if folder is not None and (folder / _FILE).is_file():
         arena = Arena.load(folder)
-        _refuse_other_key(folder, arena.about.get("key", {}), key)
+        changed = differing(arena.about.get("key", {}), key)
+        if changed:
+            raise UsageError(
+                f"the arena in {folder} was made with another {changed}; give --arena another folder, or delete this "
+                "one."
+            )
         return arena
     built = build()
     built = replace(built, about={**built.about, "key": dict(key)})
@@ -231,53 +255,9 @@ def refuse_lonely(prompts: Sequence[Prompt]) -> None:
             )
 
 
-def choose_blocks(
-    rows: Sequence[Answer],
-    prompts: Sequence[Prompt],
-    *,
-    slots: int,
-    per_answer: int,
-    seed: int,
-    about: Mapping[str, Any],
-) -> Arena:
-    """The arena of answers whose states were read already (`read_states`), one a prompt."""
-    refuse_lonely(prompts)
-    generator = derive_generator(seed, "anchors")
-    chosen = [_choose(row, slots, per_answer, generator) for row in rows]
-    kept = [i for i, anchors in enumerate(chosen) if len(anchors)]
-    counts = {
-        "prompts": len(prompts),
-        "too_short": len(prompts) - len(kept),
-        "blocks": sum(len(chosen[i]) for i in kept),
-        "anchors_per_answer": per_answer,
-        "seed": seed,
-    }
-    return Arena(
-        tuple(rows[i] for i in kept),
-        tuple(prompts[i].set for i in kept),
-        tuple(chosen[i] for i in kept),
-        slots,
-        {**about, **counts},
-    )
-
-
 def _choose(row: Answer, slots: int, most: int, generator: torch.Generator) -> Int[Tensor, "anchor"]:
     places = max(0, len(row) - row.prompt_length - slots)
     return torch.randperm(places, generator=generator)[:most].sort().values + row.prompt_length
-
-
-def _refuse_other_key(folder: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    hashed = ("target", "prompts")
-    shown = [
-        name if name in hashed else f"{name} ({found.get(name)}, not {value})"
-        for name, value in wanted.items()
-        if found.get(name) != value
-    ]
-    if shown:
-        raise UsageError(
-            f"the arena in {folder} was made with another {', '.join(shown)}; give --arena another folder, or delete "
-            "this one."
-        )
 
 
 def _weights_key(target: Target) -> str:

@@ -4,7 +4,7 @@ Tokens of one prompt are not independent, so whole prompts are resampled, never 
 of sums over prompts (accepted tokens per round, correct slots per slot), with any number of trailing axes. Quantities
 measured on the same prompts are compared under the same draws, so their differences are paired.
 
-Two levels: `ratio_estimate` for one ratio, `draw_counts`, `ratio_samples` and `estimate` to combine several; and, for
+Two levels: `draw_counts`, `ratio_samples` and `estimate` for ratios and what is made of them; and, for
 scores [block, draft_slot] in the order of an arena (NaN where nothing was measured), `Draws.of` with `macro`,
 `difference`, `per_slot` and `per_set`. A slot's mean in a set pools that set's blocks; slots are then averaged
 unweighted, and sets after them.
@@ -89,35 +89,12 @@ def ratio_samples(
     return _weighted(numerator, counts) / _weighted(denominator, counts)
 
 
-def estimate(value: Float[Tensor, "*stat"], samples: Float[Tensor, "resample *stat"], level: float = LEVEL) -> Estimate:
-    """`value` with the percentile interval of its resampled values; undefined resamples are left out."""
-    tail = (1 - level) / 2
+def estimate(value: Float[Tensor, "*stat"], samples: Float[Tensor, "resample *stat"]) -> Estimate:
+    """`value` with the 95 % percentile interval of its resampled values; undefined resamples are left out."""
+    tail = (1 - LEVEL) / 2
     ends = torch.tensor([tail, 1 - tail], dtype=samples.dtype)
     low, high = torch.nanquantile(samples, ends, dim=0)
     return Estimate(value, low, high)
-
-
-def ratio_estimate(
-    numerator: Float[Tensor, "group *stat"],
-    denominator: Float[Tensor, "group *stat"],
-    *,
-    generator: torch.Generator,
-    resamples: int = RESAMPLES,
-    level: float = LEVEL,
-) -> Estimate:
-    """The pooled ratio of all groups with its bootstrap interval.
-
-    Args:
-        numerator: one sum per group, for example accepted tokens of every prompt.
-        denominator: what the sum is over, for example rounds of every prompt.
-        generator: source of the draws; the same seed gives the same interval.
-        resamples: number of bootstrap resamples.
-        level: probability mass inside the interval.
-    """
-    once = torch.ones(1, len(numerator), dtype=torch.float64)
-    counts = draw_counts(len(numerator), generator=generator, resamples=resamples)
-    value = ratio_samples(numerator, denominator, once)[0]
-    return estimate(value, ratio_samples(numerator, denominator, counts), level)
 
 
 @dataclass(frozen=True)

@@ -43,14 +43,20 @@ def refuse_other(place: Path, found: Mapping[str, Any], wanted: Mapping[str, Any
     Raises:
         UsageError: naming what differs, with both values where they say something to a reader.
     """
-    differing = {name: value for name, value in wanted.items() if found.get(name) != value}
-    if differing:
-        named = (
-            name if _is_hash(value) else f"{name} ({found.get(name)}, not {value})" for name, value in differing.items()
-        )
+    changed = differing(found, wanted)
+    if changed:
         raise UsageError(
-            f"{place} was trained with other settings: {', '.join(named)}; choose another folder, or delete this one."
+            f"{place} was trained with other settings: {changed}; choose another folder, or delete this one."
         )
+
+
+def differing(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+    """Names of what is not as wanted, with both values where they say something to a reader; "" if nothing differs."""
+    return ", ".join(
+        name if _is_hash(value) else f"{name} ({found.get(name)}, not {value})"
+        for name, value in wanted.items()
+        if found.get(name) != value
+    )
 
 
 def _is_hash(value: object) -> bool:

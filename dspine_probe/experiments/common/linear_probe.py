@@ -15,7 +15,6 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -194,7 +193,6 @@ def online_bits(
     penalty: float,
     config: ProbeConfig,
     generator: torch.Generator,
-    portions: Sequence[float] = PORTIONS,
 ) -> tuple[Float[Tensor, "row"], int]:
     """Bits that each label costs when groups are sent one portion after another, and how many fits failed.
 
@@ -204,7 +202,7 @@ def online_bits(
     """
     groups = group.unique()
     groups = groups[torch.randperm(len(groups), generator=generator)]
-    ends = [max(1, round(portion * len(groups))) for portion in portions]
+    ends = [max(1, round(portion * len(groups))) for portion in PORTIONS]
     bits = torch.full((len(y),), math.log2(classes), dtype=torch.float64)
     failed = 0
     for end, following in zip(ends, ends[1:], strict=False):

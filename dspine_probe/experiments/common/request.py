@@ -17,7 +17,7 @@ from dspine_probe.decoding.continuous import Completion
 from dspine_probe.drafts import Draft
 from dspine_probe.errors import UsageError
 from dspine_probe.experiments.common.answers import answer_prompts, read_states
-from dspine_probe.experiments.common.arena import Arena, arena_key, choose_blocks, kept_arena, refuse_lonely
+from dspine_probe.experiments.common.arena import Arena, arena_key, build_arena, kept_arena, refuse_lonely
 from dspine_probe.experiments.common.progress import Progress, silent
 from dspine_probe.prompts import Prompt
 from dspine_probe.target import Target
@@ -72,7 +72,14 @@ class Request:
     @cached_property
     def states(self) -> list[Answer]:
         """Every answer with the states that the first draft reads."""
-        return self._read(self._first)
+        return read_states(
+            self.target,
+            self.prompts,
+            self.answers,
+            self._first.config.target_layer_ids,
+            batch_size=self.batch_size,
+            on_progress=self.on_progress,
+        )
 
     @cached_property
     def arena(self) -> Arena:
@@ -81,49 +88,32 @@ class Request:
 
     def arena_for(self, draft: Draft) -> Arena:
         """The arena for a draft, and for all with its taps and slots; read from `folder` if it is kept there."""
-        taps, slots = draft.config.target_layer_ids, draft.config.num_slots
-        key = arena_key(
-            self.target,
-            self.prompts,
-            taps=taps,
-            slots=slots,
-            per_answer=self.anchors,
-            max_new_tokens=self.max_new_tokens,
-            seed=self.seed,
-        )
-        about = {
-            "target": self.target.name,
-            "dtype": str(self.target.dtype),
-            "taps": list(taps),
+        taps = draft.config.target_layer_ids
+        sizes: dict[str, Any] = {
+            "taps": taps,
+            "slots": draft.config.num_slots,
+            "per_answer": self.anchors,
             "max_new_tokens": self.max_new_tokens,
+            "seed": self.seed,
         }
 
         def build() -> Arena:
             refuse_lonely(self.prompts)  # before the target answers them
             shared = self.drafts and self._first.config.target_layer_ids == taps
-            return choose_blocks(
-                self.states if shared else self._read(draft),
+            return build_arena(
+                self.target,
                 self.prompts,
-                slots=slots,
-                per_answer=self.anchors,
-                seed=self.seed,
-                about=about,
+                **sizes,
+                batch_size=self.batch_size,
+                answers=self.answers,
+                states=self.states if shared else None,
+                on_progress=self.on_progress,
             )
 
-        return kept_arena(self.folder, key, build)
+        return kept_arena(self.folder, arena_key(self.target, self.prompts, **sizes), build)
 
     @property
     def _first(self) -> Draft:
         if not self.drafts:
             raise UsageError("there is no draft to measure; give at least one.")
         return next(iter(self.drafts.values()))
-
-    def _read(self, draft: Draft) -> list[Answer]:
-        return read_states(
-            self.target,
-            self.prompts,
-            self.answers,
-            draft.config.target_layer_ids,
-            batch_size=self.batch_size,
-            on_progress=self.on_progress,
-        )

@@ -20,7 +20,7 @@ class RowBuilder:
 
     def __init__(self, factors: Sequence[str] = ()) -> None:
         self.factors = tuple(factors)
-        self._rows: list[dict[str, Any]] = []
+        self._rows: list[tuple[Any, ...]] = []
 
     def add(
         self,
@@ -51,20 +51,8 @@ class RowBuilder:
         if any(JOIN in one for one in values):
             raise UsageError(f"the factors {values} hold {JOIN!r}, which joins them; name them without it.")
         one = value if isinstance(value, Estimate) else Estimate.without_interval(value)
-        self._rows.append(
-            {
-                "draft": draft,
-                "condition": JOIN.join(values),
-                "metric": metric,
-                "depth": depth,
-                "slot": str(slot),
-                "set": set,
-                "mean": float(one.value),
-                "low": float(one.low),
-                "high": float(one.high),
-                "n": n,
-            }
-        )
+        ends = float(one.value), float(one.low), float(one.high)
+        self._rows.append((draft, JOIN.join(values), metric, depth, str(slot), set, *ends, n))
 
     def table(self) -> pd.DataFrame:
         """The rows so far."""
