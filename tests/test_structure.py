@@ -23,7 +23,8 @@ LAYERS = (
     "training",
     "experiments",
     "plots",
-    "widgets report",
+    "widgets report display",
+    "lab",
     "cli",
 )
 """Parts of the package from the bottom up; a part imports those below it, and its own row."""

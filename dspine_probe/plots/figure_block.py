@@ -8,8 +8,10 @@ browser can draw it. The page around it is `page.py`'s.
 from __future__ import annotations
 
 import html
+import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -20,11 +22,11 @@ from dspine_probe.files import write_atomically
 from dspine_probe.machine import find_browser
 from dspine_probe.plots.page import page, write_text
 
-PLOTLY_FILE = "plotly.min.js"
+PLOTLY_FILE, PLOTLY_TYPE = "plotly.min.js", "application/vnd.plotly.v1+json"
 _CONFIG = {"responsive": True, "displaylogo": False}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FigureBlock:
     """A figure in words, numbers and picture. `alt` says what the picture shows, computed from `table`."""
 
@@ -38,6 +40,26 @@ class FigureBlock:
         """Show the block in a notebook: title, caption and text alternative above the live figure."""
         words = (f"<b>{html.escape(self.title)}.</b> {html.escape(self.caption)}", html.escape(self.alt))
         display(HTML("<p>{}</p>\n<p>In words: {}</p>".format(*words)), self.figure)
+
+    def __repr__(self) -> str:
+        return f"{self.title}. {self.alt}"
+
+    def bundles(self) -> list[dict[str, Any]]:
+        """What a notebook shows of the block, as MIME bundles: the words, the live figure, the folded table.
+
+        Each carries plain text, which is what a terminal prints.
+        """
+        words = f"<p><b>{html.escape(self.title)}.</b> {html.escape(self.caption)}</p>"
+        words += f"<p>In words: {html.escape(self.alt)}</p>"
+        return [
+            {"text/html": words, "text/plain": repr(self)},
+            {PLOTLY_TYPE: json.loads(self.figure.to_json()), "text/plain": f"(figure: {self.title})"},
+            {"text/html": self.table_html(), "text/plain": f"(table: {len(self.table)} rows)"},
+        ]
+
+    def _ipython_display_(self) -> None:
+        for bundle in self.bundles():
+            display(bundle, raw=True)
 
     @property
     def sentence(self) -> str:

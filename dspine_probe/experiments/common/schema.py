@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
+from html import escape
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -89,6 +90,16 @@ class Result:
     def findings(self) -> list[str]:
         """What the table says, in sentences computed from it."""
         raise NotImplementedError
+
+    def __str__(self) -> str:
+        return "\n".join([f"{self.NAME}, measured in {self.seconds or 0:.0f} s:", *(f"- {s}" for s in self.findings())])
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        """The findings, over the folded table in a notebook; figures are made from a result, not by it."""
+        items = "".join(f"<li>{escape(sentence)}</li>" for sentence in self.findings())
+        table = self.table.to_html(index=False, border=0, float_format=lambda x: f"{x:.4g}", na_rep="–")
+        folded = f"<details><summary>Table: {len(self.table)} rows</summary>{table}</details>"
+        return {"text/plain": str(self), "text/html": f"<ul>{items}</ul>{folded}"}
 
     def claims(self) -> list[Claim]:
         """Lines of the claims ledger that this result gives; none by default."""
