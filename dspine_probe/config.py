@@ -17,29 +17,59 @@ from dspine_probe.errors import UsageError
 
 DFLASH = "DFlashDraftModel"
 DSPINE = "DSpineDraftModel"
-"""Architecture names of the public checkpoints, which results record too."""
+SHARED_KEY = "dflash_config"
+"""Architecture names of the public checkpoints, which results record too, and the key of what all kinds share."""
 
 
 @dataclass(frozen=True)
 class ConfigPart:
-    """What one kind of draft adds to the configuration; field names are the public keys under `KEY`."""
+    """What one kind of draft adds to the configuration; field names are the public keys under `KEY`.
+
+    KEY: a key of its own; "dflash_config", which is shared with mask and taps; or "" for the top level.
+    SHIFTED: slot k predicts the token at p + k + 1, so the public `block_size` counts drafted tokens alone.
+    FLAT: the public layout keeps mask and taps at the top level, not in `dflash_config`.
+    """
 
     KEY: ClassVar[str]
+    SHIFTED: ClassVar[bool] = False
+    FLAT: ClassVar[bool] = False
 
     @classmethod
     def for_target(cls, hidden_size: int) -> Self:
         """The default of a new draft for a target of that width."""
         return cls()
 
+    @classmethod
+    def completed(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A public `config.json` with what files of this kind leave out."""
+        return raw
+
+    def write(self, out: dict[str, Any]) -> None:
+        """Put the fields where a public `config.json` has them."""
+        place = out.setdefault(self.KEY, {}) if self.KEY else out
+        place.update(dataclasses.asdict(self))
+        if self.FLAT:
+            out.update(out.pop(SHARED_KEY))
+        out["block_size"] -= self.SHIFTED
+
+    @classmethod
+    def read(cls, raw: Mapping[str, Any]) -> Self | None:
+        """The part that a public `config.json` holds; None if it holds none. Only a key of its own is read strictly."""
+        place = raw.get(cls.KEY) if cls.KEY else raw
+        if place is not None and cls.KEY in ("", SHARED_KEY):
+            place = {f.name: place[f.name] for f in dataclasses.fields(cls) if f.name in place} or None
+        return None if place is None else cls(**place)
+
 
 @dataclass(frozen=True)
 class DraftConfig:
     """Geometry of a block-parallel draft.
 
-    Slots are unshifted: slot 0 holds the anchor at position p, slot k predicts the token at p + k. `target_layer_ids`
-    are zero-based layers of the target; id l is the residual stream after layer l (`hidden_states[l + 1]`).
-    `part` holds what only this kind of draft has. `target_name` says, for messages and cards, which target the draft
-    was trained for.
+    Slots are unshifted: slot 0 holds the anchor at position p, slot k predicts the token at p + k. Shifted kinds
+    (`ConfigPart.SHIFTED`) need one slot less for as many tokens; `block_size` is always the number of drafted tokens
+    plus one. `target_layer_ids` are zero-based layers of the target; id l is the residual stream after layer l
+    (`hidden_states[l + 1]`). `part` holds what only this kind of draft has. `target_name` says, for messages and
+    cards, which target the draft was trained for.
     """
 
     architecture: str
@@ -94,7 +124,7 @@ class DraftConfig:
             "attention_bias": False,
             "tie_word_embeddings": False,
             "layer_types": ["full_attention"] * self.num_hidden_layers,
-            "dflash_config": {"mask_token_id": self.mask_token_id, "target_layer_ids": list(self.target_layer_ids)},
+            SHARED_KEY: {"mask_token_id": self.mask_token_id, "target_layer_ids": list(self.target_layer_ids)},
         }
         for name in _FLAT_KEYS:
             out[name] = getattr(self, name)
@@ -103,7 +133,7 @@ class DraftConfig:
         if self.target_name is not None:
             out["target_name"] = self.target_name
         if self.part is not None:
-            out[self.part.KEY] = dataclasses.asdict(self.part)
+            self.part.write(out)
         return out
 
     @classmethod
@@ -113,19 +143,20 @@ class DraftConfig:
         `block_size` is taken from the top level or from `dflash_config`.
         """
         try:
-            nested = raw["dflash_config"]
+            raw = raw if part is None else part.completed(raw)
+            nested = raw if part is not None and part.FLAT else raw[SHARED_KEY]
             architecture = raw["architectures"][0]
             fields = {name: raw[name] for name in _FLAT_KEYS if name in raw}
             fields.setdefault("block_size", nested.get("block_size"))
             # Full-attention checkpoints without the key are bidirectional in every public release.
             fields.setdefault("is_causal", nested.get("is_causal", False))
-            own = None if part is None else raw.get(part.KEY)
+            fields["block_size"] += part is not None and part.SHIFTED
             return cls(
                 architecture=architecture,
                 mask_token_id=nested["mask_token_id"],
                 target_layer_ids=tuple(nested["target_layer_ids"]),
                 draft_vocab_size=raw.get("draft_vocab_size"),
-                part=None if part is None or own is None else part(**own),
+                part=None if part is None else part.read(raw),
                 target_name=raw.get("target_name"),
                 **fields,
             )

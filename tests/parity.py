@@ -12,6 +12,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from dspine_probe.decoding.engine import Engines
 from dspine_probe.decoding.generate import Generation, generate_batch
 from dspine_probe.decoding.reference import REFERENCE
+from dspine_probe.decoding.weights import DRAFTS
 from dspine_probe.drafts.registry import KINDS
 from dspine_probe.sampling import GREEDY, Sampling
 from dspine_probe.target import Target
@@ -20,6 +21,8 @@ TARGETS = {"dflash": "llama", "dspine": "qwen3"}  # other kinds decode for the L
 SAMPLINGS = {"greedy": GREEDY, "sampled": Sampling(0.8)}
 ROWS = (1, 4)
 CASES = [f"{kind}, {how}, {rows}" for kind, how, rows in product(KINDS, SAMPLINGS, ROWS)]
+FAST = [case for case in CASES if case.split(", ")[0] in DRAFTS]
+"""The cases that the fast engines compute."""
 
 
 SMALLEST = {"target_layer_ids": (0,), "num_attention_heads": 2, "num_key_value_heads": 1}

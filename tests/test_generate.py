@@ -88,8 +88,10 @@ class Oracle:
         self.lengths = [0] * len(sequences)
         self.generator = torch.Generator().manual_seed(5)
 
-    def extend(self, taps: Tensor, counts: list[int]) -> None:
+    def extend(self, taps: Tensor, counts: list[int], following: list[list[int]]) -> None:
         assert len(taps) == len(counts) == len(self.lengths)
+        for sequence, at, count, after in zip(self.sequences, self.lengths, counts, following, strict=True):
+            assert after == sequence[at + 1 : at + count + 1], "the tokens after the states that are appended"
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
 
     def propose(self, anchor_tokens: Tensor, *, on_trunk: Callable[[], None], **_: object) -> Proposal:

@@ -104,5 +104,5 @@ def test_what_a_kind_cannot_be_given_is_refused(shift: str) -> None:
         draft.run(context, at, at, true_predecessors=truth)
     with pytest.raises(UsageError, match="Shift needs is_causal=True"):
         new_draft(shift, target, taps=(0, 2), mask_token_id=MASK, causal=False)
-    with pytest.raises(UsageError, match="use one of dflash, dspine, shift"):
+    with pytest.raises(UsageError, match="use one of dflash, dflash2, domino, dspark, dspine, eagle3, shift"):
         kind_named("shifted")

@@ -5,7 +5,7 @@ import torch
 from toy import BLOCK, D_MODEL, LAYERS, TAPS, VOCAB, seeded, toy_draft
 
 from dspine_probe.errors import UsageError
-from dspine_probe.experiments.patching import Blocks, Site, places, residual_sites, sweep, sweep_one_by_one
+from dspine_probe.experiments.patching import Blocks, Site, places, recovered, residual_sites, sweep, sweep_one_by_one
 from dspine_probe.hooks import HookedDraft
 
 KINDS = [("dflash", False), ("dflash", True), ("dspine", True)]
@@ -92,6 +92,16 @@ def test_scores_get_the_block_of_every_row(draft):
     swept = sweep(draft, blocks, residual_sites(draft), values, lambda hidden, block: block.float(), most_rows=20)
     assert torch.equal(swept.unpatched, torch.arange(6.0))
     assert torch.equal(swept.patched, torch.arange(6.0).expand(len(residual_sites(draft)), -1))
+
+
+def test_recovered_is_a_share_of_the_way_and_undefined_without_one():
+    share = recovered(
+        torch.tensor([[1.0, 2.0, 0.0], [3.0, 0.0, 9.0]]),
+        torch.tensor([1.0, 0.0, 0.0]),
+        torch.tensor([3.0, 2.0, 1e-6]),
+        least=1e-3,
+    )
+    assert torch.equal(share[:, :2], torch.tensor([[0.0, 1.0], [1.0, 0.0]])) and share[:, 2].isnan().all()
 
 
 def test_what_cannot_be_patched_is_refused(draft):

@@ -51,7 +51,7 @@ def edit(folder: Path, drop: str = "", **changes: Any) -> None:
         {"model_type": "gemma3_text"},
         {"output_multiplier": 2.0},
         {"dflash_config": {"mask_token_id": 63, "target_layer_ids": [0, 2], "input_embedding_scale": 32.0}},
-        {"dflash_config": {"mask_token_id": 63, "target_layer_ids": [0, 2], "projector_type": "domino"}},
+        {"dflash_config": {"mask_token_id": 63, "target_layer_ids": [0, 2], "projector_type": "other"}},
         {"dflash_config": {"mask_token_id": 63, "target_layer_ids": [0, 2], "shift_label": True}},
         {"dflash_config": [63]},
         {"rope_scaling": "yarn"},

@@ -4,12 +4,25 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from dspine_probe.config import DFLASH, DSPINE, DraftConfig
-from dspine_probe.drafts import Context, DFlash, Draft, DSpine
+from dspine_probe.config import DFLASH, DraftConfig
+from dspine_probe.drafts import Context, DFlash, Draft
+from dspine_probe.drafts.dflash2 import DFlash2Config
+from dspine_probe.drafts.domino import DominoConfig
+from dspine_probe.drafts.dspark import DSparkConfig
+from dspine_probe.drafts.eagle3 import Eagle3Config
 from dspine_probe.drafts.injection import DSpineConfig
+from dspine_probe.drafts.registry import KINDS
 from dspine_probe.target import Target
 
 VOCAB, WIDTH, LAYERS = 64, 32, 5
+PARTS = {
+    "dspine": DSpineConfig(transfer_rank=8, message_size=6, top_k=4),
+    "dflash2": DFlash2Config(selector_rank=6, selector_top_k=4),
+    "dspark": DSparkConfig(markov_rank=6),
+    "eagle3": Eagle3Config(),
+    "domino": DominoConfig(emb_dim=6, gru_hidden_dim=5),
+}
+"""Of tiny drafts, for kinds that have a part of their own."""
 MASK = 63
 SIZES = {
     "vocab_size": VOCAB,
@@ -35,12 +48,13 @@ def tiny_target(kind: str = "llama", *, seed: int = 0, stop_ids: tuple[int, ...]
 
 
 def tiny_config(target: Target, architecture: str, **changes: object) -> DraftConfig:
-    """A draft of two layers and blocks of five slots."""
+    """A draft of two layers that drafts four tokens."""
+    kind = next(kind for kind in KINDS.values() if kind.architecture == architecture)
     fields = {
         "architecture": architecture,
         "hidden_size": target.hidden_size,
         "intermediate_size": 40,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": kind.layers or 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 16,
@@ -49,8 +63,8 @@ def tiny_config(target: Target, architecture: str, **changes: object) -> DraftCo
         "mask_token_id": MASK,
         "target_layer_ids": (0, 2),
         "num_target_layers": target.num_layers,
-        "is_causal": architecture == DSPINE,
-        "part": DSpineConfig(transfer_rank=8, message_size=6, top_k=4) if architecture == DSPINE else None,
+        "is_causal": kind.causal,
+        "part": PARTS.get(kind.name),
     }
     return DraftConfig(**{**fields, **changes})
 
@@ -65,7 +79,8 @@ def tiny_draft(
     if trimmed is not None:
         vocabulary = torch.randperm(target.vocab_size, generator=generator)[:trimmed].sort().values
     config = tiny_config(target, architecture, draft_vocab_size=trimmed, **changes)
-    made = (DSpine if architecture == DSPINE else DFlash)(config, target.embedding, target.head, vocabulary=vocabulary)
+    kind = next(kind for kind in KINDS.values() if kind.architecture == architecture)
+    made = kind.draft(config, target.embedding, target.head, vocabulary=vocabulary)
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)

@@ -55,7 +55,7 @@ def features(
 
 
 def train(
-    kind: Annotated[str, typer.Argument(help="dflash or dspine.")],
+    kind: Annotated[str, typer.Argument(help="A kind of draft: dflash, dspine or a rival.")],
     output: CheckpointToWrite,
     features: Annotated[list[Path], typer.Option(help="A folder made by `features`; repeat for several.")],
     blocks: Annotated[int, typer.Option(min=1, help="Blocks to train on, in all.")],

@@ -58,8 +58,16 @@ class TargetEngine(Protocol):
 class DraftEngine(Protocol):
     """A draft with the context of every row: target states at positions 0…n−1. The anchor then stands at position n."""
 
-    def extend(self, taps: Float[Tensor, "row width taps_d_model"], counts: Sequence[int]) -> None:
-        """Append the first `counts[r]` states of `taps[r]` to the context of row r."""
+    def extend(
+        self,
+        taps: Float[Tensor, "row width taps_d_model"],
+        counts: Sequence[int],
+        following: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """Append the first `counts[r]` states of `taps[r]` to the context of row r.
+
+        `following` are the tokens after those states, which some drafts read.
+        """
 
     def propose(
         self,

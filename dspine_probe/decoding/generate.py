@@ -210,7 +210,7 @@ class _Batch:
                 self.draft.select(alive)
             self.clock.mark("bookkeeping")
         if self.draft is not None and taps is not None:
-            self.draft.extend(taps, kept)
+            self.draft.extend(taps, kept, [row.last(count) for row, count in zip(self.rows, kept, strict=True)])
             self.clock.mark("draft")
 
     def _noise(self, count: int) -> Float[Tensor, "row number"]:

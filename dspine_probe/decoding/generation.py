@@ -85,6 +85,10 @@ class Row:
         """Whether nothing may follow."""
         return self.tokens[-1] in self.stops or len(self.tokens) == self.limit
 
+    def last(self, count: int) -> list[int]:
+        """The last tokens of the sequence, the prompt's among them."""
+        return [*self.prompt, *self.tokens][-count:]
+
     def commit(self, tokens: Sequence[int]) -> tuple[int, ...]:
         """Append tokens up to the first stop id or the limit; what was appended."""
         stop = next((at + 1 for at, token in enumerate(tokens) if token in self.stops), len(tokens))

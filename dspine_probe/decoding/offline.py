@@ -113,7 +113,7 @@ def _simulate_batch(
     if anchor_override is not None:
         seen = pad_sequence(list(anchor_override), batch_first=True).to(weight.device)
     taps = pad_sequence([answer.taps for answer in answers], batch_first=True)
-    context = draft.encode_context(taps.to(weight.device, weight.dtype))
+    context = draft.encode_context(taps.to(weight.device, weight.dtype), following=tokens[:, 1 : taps.shape[1] + 1])
     last = torch.tensor([len(answer.tokens) - 1 for answer in answers], device=weight.device)
     anchors = torch.tensor([answer.prompt_length for answer in answers], device=weight.device).minimum(last)
     rows = list(range(len(answers)))

@@ -112,12 +112,25 @@ class ReferenceDraft(RowCache):
         c = draft.config
         super().__init__(c.num_hidden_layers, rows, capacity, c.num_key_value_heads, c.head_dim, draft.fc.weight)
         self.draft, self.width, self.lengths = draft, width, [0] * rows
+        self.features: Tensor | None = None
 
-    def extend(self, taps: Float[Tensor, "row width taps_d_model"], counts: Sequence[int]) -> None:
+    def extend(
+        self,
+        taps: Float[Tensor, "row width taps_d_model"],
+        counts: Sequence[int],
+        following: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         """See `DraftEngine.extend`."""
         like = self.draft.fc.weight
-        at = self.next(taps.shape[1])
-        new = self.draft.encode_context(taps.to(like.device, like.dtype), start=at[:, 0])
+        at, tokens = self.next(taps.shape[1]), None
+        if following is not None:
+            padded = [[*row[: taps.shape[1]], *[0] * (taps.shape[1] - len(row))] for row in following]
+            tokens = torch.tensor(padded, device=like.device)
+        new = self.draft.encode_context(taps.to(like.device, like.dtype), start=at[:, 0], following=tokens)
+        if new.features is not None:
+            if self.features is None:
+                self.features = new.features.new_zeros(len(at), self.keys[0].shape[1], new.features.shape[-1])
+            self.features[torch.arange(len(at), device=at.device)[:, None], at] = new.features
         for layer, (keys, values) in enumerate(zip(new.keys, new.values, strict=True)):
             self.write(layer, at, keys, values)
         self.commit(counts)
@@ -132,13 +145,22 @@ class ReferenceDraft(RowCache):
     ) -> Proposal:
         """See `DraftEngine.propose`."""
         view = slice(None, len(anchor_tokens)), slice(None, max(self.lengths))
-        context = Context(tuple(keys[view] for keys in self.keys), tuple(values[view] for values in self.values))
+        context = Context(
+            tuple(keys[view] for keys in self.keys),
+            tuple(values[view] for values in self.values),
+            None if self.features is None else self.features[view],
+        )
         anchors, tokens = self.next(1), anchor_tokens[:, None]
         with _after(self.draft.ln_final, on_trunk):
             if noise is None:
                 return Proposal(self.draft.draft_greedy(context, tokens, anchors, width=self.width))
             states = self.draft.run(context, tokens, anchors, width=self.width)
         return self.draft.propose(states, tokens, temperature=temperature, noise=noise)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """See `DraftEngine.select`."""
+        super().select(rows)
+        self.features = None if self.features is None else self.features[list(rows)]
 
 
 @contextmanager

@@ -38,6 +38,8 @@ class Backbone(Borrowed):
     """
 
     kind: ClassVar[Kind]
+    layer: ClassVar[type[DraftLayer]] = DraftLayer
+    """The class of its layers."""
     after_seams: ClassVar[tuple[str, str] | None] = None
     """Hook points of a layer for what `after_layer` adds and for the stream behind it."""
     code_seams: ClassVar[tuple[str, ...]] = ()
@@ -64,7 +66,7 @@ class Backbone(Borrowed):
         super().__init__(config, embedding, head, vocabulary)
         self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.blocks = nn.ModuleList(DraftLayer(config) for _ in range(config.num_hidden_layers))
+        self.blocks = nn.ModuleList(self.layer(config) for _ in range(config.num_hidden_layers))
         self.ln_final = HookedNorm(config.hidden_size, config.rms_norm_eps)
         self.hook_context, self.hook_embed, self.hook_logits = nn.Identity(), nn.Identity(), nn.Identity()
         self.register_buffer("codes", None, persistent=False)
@@ -89,12 +91,16 @@ class Backbone(Borrowed):
 
         Here every slot chooses on its own.
         """
-        scores = self.logits(states.hidden[:, 1:])
+        scores = self.logits(self.drafting(states.hidden))
         if noise is None:
             return Proposal(self.to_tokens(scores.argmax(dim=-1)))
         probs = tempered(scores, temperature)
         every = self.to_tokens(torch.arange(probs.shape[-1], device=probs.device))
         return Proposal(every[pick(probs, noise)], Candidates(every.expand_as(probs), probs))
+
+    def drafting(self, hidden: Float[Tensor, "block slot d_model"]) -> Float[Tensor, "block draft_slot d_model"]:
+        """The states that propose tokens 1…T: every slot's but the anchor's, or of a shifted draft all."""
+        return hidden if self.shifted else hidden[:, 1:]
 
     def message_codes(self, tokens: Int[Tensor, "*batch"], dtype: torch.dtype) -> Float[Tensor, "*batch rank"] | None:
         """The form in which a known token's code is received by the slot after it; None where none is sent."""
@@ -108,6 +114,11 @@ class Backbone(Borrowed):
 
     def zero_writes(self) -> None:
         """Zero whatever adds to the plain backbone, in place; here nothing does."""
+
+    @property
+    def shifted(self) -> bool:
+        """Whether slot k proposes the token at p + k + 1, so that a block of T proposals takes T slots."""
+        return self.config.part is not None and self.config.part.SHIFTED
 
     @property
     def candidate_count(self) -> int | None:
@@ -216,14 +227,18 @@ class Backbone(Borrowed):
     ) -> Float[Tensor, "block draft_slot draft_vocab"]:
         """Unary scores of slots 1…T for blocks at `anchors`, from the tapped states of whole sequences."""
         states = self.run(self.encode_context(taps), anchor_tokens, anchors, width=width, visible=visible)
-        return self.logits(states.hidden[:, 1:])
+        return self.logits(self.drafting(states.hidden))
 
     def encode_context(
-        self, taps: Float[Tensor, "batch ctx taps_d_model"], *, start: int | Int[Tensor, "batch"] = 0
+        self,
+        taps: Float[Tensor, "batch ctx taps_d_model"],
+        *,
+        start: int | Int[Tensor, "batch"] = 0,
+        following: Int[Tensor, "batch ctx"] | None = None,
     ) -> Context:
         """Keys and values of context rows at positions start, start+1, … from the target's tapped hidden states.
 
-        `start` may differ from sequence to sequence.
+        `start` may differ from sequence to sequence. `following`, the token after each row, is for drafts that read it.
         """
         feature = self.hook_context(self.hidden_norm(self.fc(taps)))
         ahead = torch.arange(taps.shape[1], device=taps.device)
@@ -244,7 +259,7 @@ class Backbone(Borrowed):
         if visible is not None:
             check_visible(visible, (len(tokens), width - 1), self.config.vocab_size)
             tokens[:, 1:] = torch.where(visible >= 0, visible, tokens[:, 1:])
-        return self.hook_embed(F.embedding(tokens, self.embedding))
+        return self.hook_embed(F.embedding(tokens[:, : width - self.shifted], self.embedding))
 
     def block_inputs(
         self,
@@ -259,8 +274,9 @@ class Backbone(Borrowed):
                 f"a block of {width} slots is wider than the {self.config.block_size} this draft was trained with."
             )
         dtype = context.keys[0].dtype
-        positions = anchors.flatten()[:, None] + torch.arange(width, device=anchors.device)
-        bias = BlockBias.build(anchors, context.length, width, causal=self.config.is_causal, dtype=dtype)
+        slots = width - self.shifted
+        positions = anchors.flatten()[:, None] + torch.arange(slots, device=anchors.device)
+        bias = BlockBias.build(anchors, context.length, slots, causal=self.config.is_causal, dtype=dtype)
         code = self.message_codes(anchor_tokens.flatten(), dtype)
         rotary = self._rotary(positions, dtype)
         return BlockInputs(context, rotary, bias, None if code is None else code[:, None])

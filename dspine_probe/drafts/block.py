@@ -19,10 +19,14 @@ Stream = Float[Tensor, "block slot d_model"]
 
 @dataclass(frozen=True)
 class Context:
-    """Per layer, the keys (normed, rotated) and values of the committed context rows 0…length−1."""
+    """Per layer, the keys (normed, rotated) and values of the committed context rows 0…length−1.
+
+    features: what rows hold besides, in drafts that begin a chain with it.
+    """
 
     keys: tuple[Float[Tensor, "batch ctx kv_head d_head"], ...]
     values: tuple[Float[Tensor, "batch ctx kv_head d_head"], ...]
+    features: Float[Tensor, "batch ctx d_model"] | None = None
 
     @property
     def length(self) -> int:
@@ -31,7 +35,8 @@ class Context:
 
     def select(self, rows: Tensor) -> Context:
         """The sequences that `rows` names or marks, each as often as it is named."""
-        return Context(tuple(k[rows] for k in self.keys), tuple(v[rows] for v in self.values))
+        features = None if self.features is None else self.features[rows]
+        return Context(tuple(k[rows] for k in self.keys), tuple(v[rows] for v in self.values), features)
 
 
 @dataclass(frozen=True)

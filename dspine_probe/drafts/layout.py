@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from dspine_probe.config import DraftConfig
 from dspine_probe.drafts.backbone import Backbone
+from dspine_probe.drafts.borrowed import Borrowed
 from dspine_probe.drafts.registry import Kind
 from dspine_probe.errors import UsageError
 
@@ -87,6 +88,28 @@ def refuse_names(fault: str, names: set[str], config: DraftConfig) -> None:
             f"the checkpoint has {fault} {', '.join(first[:3])}{more}; its config.json describes a "
             f"{config.architecture} of {config.num_hidden_layers} layers, whose tensors must be there exactly"
         )
+
+
+def borrowed_tensors(draft: Borrowed) -> dict[str, Tensor]:
+    """The target's matrices under the names of releases that store them."""
+    # Cloned: a file may not hold the same storage twice, which tied matrices would be.
+    matrices = {"embed_tokens.weight": draft.embedding, "lm_head.weight": draft.head}
+    return {name: matrix.cpu().clone() for name, matrix in matrices.items()}
+
+
+def take_borrowed(draft: Borrowed, tensors: dict[str, Tensor]) -> None:
+    """Take copies of the target's matrices, where a checkpoint stores them, out of `tensors`.
+
+    Raises:
+        UsageError: they are not the target's own, to bf16.
+    """
+    for name, matrix in (("embed_tokens.weight", draft.embedding), ("lm_head.weight", draft.head)):
+        stored = tensors.pop(name, None)
+        if stored is None:
+            continue
+        check_shape(name, stored, tuple(matrix.shape), draft.config)
+        if not torch.equal(stored.bfloat16(), matrix.bfloat16()):
+            raise UsageError(f"{name} of the checkpoint is not the target's; load the target it belongs to")
 
 
 def check_shape(name: str, tensor: Tensor, expected: tuple[int, ...], config: DraftConfig) -> None:

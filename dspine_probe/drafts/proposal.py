@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+
+from dspine_probe.drafts.borrowed import Borrowed
+from dspine_probe.sampling import pick, tempered
 
 
 @dataclass(frozen=True)
@@ -29,3 +34,34 @@ class Proposal:
 
     tokens: Int[Tensor, "row draft_slot"]
     q: Candidates | None = None
+
+
+def propose_serially(
+    draft: Borrowed,
+    anchor_tokens: Int[Tensor, "row"],
+    slots: int,
+    score: Callable[[int, Int[Tensor, "row"]], Float[Tensor, "row draft_vocab"]],
+    *,
+    temperature: float = 1.0,
+    noise: Float[Tensor, "row draft_slot"] | None = None,
+) -> Proposal:
+    """One token after another, the likeliest or (with `noise`) drawn, each from the scores given the one before it.
+
+    `score(k, token)` are the scores of proposal k (0…slots − 1) after `token`: the anchor, then the proposal before it.
+    """
+    token, tokens, given = anchor_tokens, [], []
+    for slot in range(slots):
+        scores = score(slot, token)
+        if noise is None:
+            index = scores.argmax(dim=-1)
+        else:
+            given.append(tempered(scores, temperature))
+            index = pick(given[-1], noise[:, slot])
+        token = draft.to_tokens(index)
+        tokens.append(token)
+    path = torch.stack(tokens, dim=1)
+    if noise is None:
+        return Proposal(path)
+    probs = torch.stack(given, dim=1)
+    every = draft.to_tokens(torch.arange(probs.shape[-1], device=probs.device))
+    return Proposal(path, Candidates(every.expand_as(probs), probs))

@@ -7,9 +7,11 @@ that the format gives it. `checked` runs before a configuration is read.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from dspine_probe.config import ConfigPart
 from dspine_probe.errors import UsageError
 
 _DEFAULTS = {"head_dim": 128, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768}  # of transformers' Qwen3Config
@@ -29,16 +31,19 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 _ROPE_KEYS = ("rope_parameters", "rope_scaling")
 
 
-def checked(raw: Mapping[str, Any]) -> dict[str, Any]:
+def checked(raw: Mapping[str, Any], part: type[ConfigPart] | None = None) -> dict[str, Any]:
     """The configuration with the format's defaults and one `rope_theta`, or a refusal of what is not computed.
+
+    Fields of `part`, the kind's own, are computed.
 
     Raises:
         UsageError: naming the field, its value and what is computed.
     """
     try:
-        for part in (raw, raw.get("dflash_config") or {}):
+        own = {field.name for field in dataclasses.fields(part)} if part else set()
+        for place in (raw, raw.get("dflash_config") or {}):
             for name, neutral in _NEUTRAL.items():
-                value = part.get(name)
+                value = None if name in own else place.get(name)
                 if value is not None and value not in neutral:
                     allowed = " or ".join(map(repr, neutral)) or "no such field"
                     _refuse(name, value, f"{allowed} is computed")

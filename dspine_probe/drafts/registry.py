@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, TypeVar
 
-from dspine_probe.config import ConfigPart, DraftConfig
+from dspine_probe.config import DFLASH, SHARED_KEY, ConfigPart, DraftConfig
 from dspine_probe.drafts.public_config import checked
 from dspine_probe.errors import UsageError
 
@@ -29,6 +29,7 @@ class Kind:
     objective: "module:class" of what it is trained to do, built from the draft alone.
     part: the class of its own part of the config, if it has one.
     causal: whether its slots may only see earlier ones.
+    layers: how many it always has, if that is fixed.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Kind:
     objective: str
     part: type[ConfigPart] | None = None
     causal: bool = False
+    layers: int | None = None
 
     def load_objective(self) -> Any:
         """The objective's class, imported now."""
@@ -52,8 +54,10 @@ class Kind:
         if config.architecture != self.architecture:
             raise UsageError(f"the config describes a {config.architecture}, from which no {self.name} can be built.")
         if type(config.part) is not (self.part or type(None)):
-            wanted = f"needs a {self.part.KEY}" if self.part else "takes no part of another kind"
+            wanted = f"needs a {self.part.KEY or self.part.__name__}" if self.part else "takes no part of another kind"
             raise UsageError(f"{self.architecture} {wanted}; give the config of a {self.name}.")
+        if self.layers not in (None, config.num_hidden_layers):
+            raise UsageError(f"{self.name} has {self.layers} layer, not {config.num_hidden_layers}.")
         if self.causal and not config.is_causal:
             raise UsageError(
                 f"{self.draft.__name__} needs is_causal=True: a bidirectional block would read its own labels."
@@ -65,12 +69,18 @@ KINDS: dict[str, Kind] = {}
 
 
 def register(
-    name: str, *, architecture: str, objective: str, part: type[ConfigPart] | None = None, causal: bool = False
+    name: str,
+    *,
+    architecture: str,
+    objective: str,
+    part: type[ConfigPart] | None = None,
+    causal: bool = False,
+    layers: int | None = None,
 ) -> Callable[[Class], Class]:
     """Make a `Backbone` class known under `name`; the arguments are the fields of `Kind`."""
 
     def known(draft: Class) -> Class:
-        kind = Kind(name, architecture, draft, objective, part, causal)
+        kind = Kind(name, architecture, draft, objective, part, causal, layers)
         KINDS[name] = kind
         draft.kind = kind  # type: ignore[attr-defined]
         return draft
@@ -97,10 +107,16 @@ def read_config(raw: Mapping[str, Any]) -> tuple[Kind, DraftConfig]:
             what is not computed.
     """
     named = raw.get("architectures") or [None]
+    shared = raw.get(SHARED_KEY)
+    head = KINDS.get(str(shared.get("projector_type"))) if isinstance(shared, Mapping) else None
+    if named[0] == DFLASH and head is not None and hasattr(head.part, "projector_type"):
+        # Some public checkpoints name the backbone's architecture and, beside it, the head that makes another kind.
+        named = [head.architecture]
+        raw = {**raw, "architectures": named}
     kind = next((kind for kind in KINDS.values() if kind.architecture == named[0]), None)
     if kind is None:
         known = ", ".join(kind.architecture for kind in KINDS.values())
         raise UsageError(f"draft architecture {named[0]!r} is unknown; known are {known}.")
-    config = DraftConfig.from_dict(checked(raw), kind.part)
+    config = DraftConfig.from_dict(checked(raw, kind.part), kind.part)
     kind.check(config)
     return kind, config

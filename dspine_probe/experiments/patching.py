@@ -120,6 +120,21 @@ def sweep_one_by_one(
     return torch.stack(scores)
 
 
+def recovered(
+    patched: Float[Tensor, "site block"],
+    unpatched: Float[Tensor, "block"],
+    goal: Float[Tensor, "block"],
+    *,
+    least: float,
+) -> Float[Tensor, "site block"]:
+    """How much of the way from `unpatched` to `goal` a patch goes: 0 none, 1 all of it.
+
+    NaN where the two lie closer than `least`: there is no way to go, and noise would be divided by nothing.
+    """
+    gap = goal - unpatched
+    return (patched - unpatched) / torch.where(gap.abs() < least, torch.nan, gap)
+
+
 @dataclass
 class _Streams:
     """The unpatched stream, copy 0, and behind it one copy for each site passed so far (indices in `started`)."""

@@ -21,7 +21,8 @@ class Batch:
 
     `weight` is 0 for slots past the sequence, past the first unsupervised slot, and in dummy blocks; otherwise
     exp(−(k − 1)/γ). `teacher` is the target's final state one position before each label. `visible` holds the tokens
-    that slots show in place of the mask (−1: the mask); None where all slots show the mask.
+    that slots show in place of the mask (−1: the mask); None where all slots show the mask. `following` are the tokens
+    after the context rows.
     """
 
     taps: Float[Tensor, "batch ctx taps_d_model"]
@@ -32,6 +33,7 @@ class Batch:
     teacher: Float[Tensor, "block draft_slot d_model"]
     real: Bool[Tensor, "batch anchor"]
     visible: Int[Tensor, "block draft_slot"] | None = None
+    following: Int[Tensor, "batch ctx"] | None = None
 
     def to(self, device: torch.device, states: torch.dtype | None = None) -> Batch:
         """The same batch on another device, the target's states in another dtype if one is given."""
@@ -71,11 +73,14 @@ def make_batch(
     ctx = min(ctx, max(int(a.max()) for a in anchors) + 1) if all(len(a) for a in anchors) else ctx
     slots = torch.arange(block_size)
     taps = torch.zeros(len(sequences), ctx, sequences[0].taps.shape[1], dtype=sequences[0].taps.dtype)
+    following = torch.zeros(len(sequences), ctx, dtype=torch.long)
     placed = torch.zeros(len(sequences), anchors_per_sequence, dtype=torch.long)
     tokens, weights, teachers = [], [], []
     for row, (sequence, chosen) in enumerate(zip(sequences, anchors, strict=True)):
         rows = min(ctx, len(sequence))
         taps[row, :rows] = sequence.taps[:rows]
+        after = sequence.tokens[1 : rows + 1]
+        following[row, : len(after)] = after
         placed[row, : len(chosen)] = chosen
         position = placed[row][:, None] + slots
         inside = (position < len(sequence)) & (torch.arange(anchors_per_sequence) < len(chosen))[:, None]
@@ -86,7 +91,14 @@ def make_batch(
     block_tokens = torch.cat(tokens)
     real = torch.stack([torch.arange(anchors_per_sequence) < len(a) for a in anchors])
     return Batch(
-        taps, placed, block_tokens[:, 0].view_as(placed), block_tokens, torch.cat(weights), torch.cat(teachers), real
+        taps,
+        placed,
+        block_tokens[:, 0].view_as(placed),
+        block_tokens,
+        torch.cat(weights),
+        torch.cat(teachers),
+        real,
+        following=following,
     )
 
 

@@ -39,7 +39,7 @@ def new_draft(
         architecture=made.architecture,
         hidden_size=target.hidden_size,
         intermediate_size=target.intermediate_size,
-        num_hidden_layers=layers,
+        num_hidden_layers=made.layers or layers,
         num_attention_heads=target.num_heads,
         num_key_value_heads=target.num_kv_heads,
         head_dim=target.head_dim,

@@ -19,6 +19,7 @@ from accelerate import PartialState
 from dspine_probe import __version__
 from dspine_probe.drafts import Draft
 from dspine_probe.drafts.checkpoint import load_draft, locate, save_draft, weights_digest
+from dspine_probe.drafts.registry import kind_named
 from dspine_probe.errors import UsageError
 from dspine_probe.files import write_atomically
 from dspine_probe.target import Target
@@ -96,7 +97,7 @@ def train_draft(
 
     With `decay_from`, the folder of a stable run or one of its states, the last fifth of the budget decays from there.
     """
-    origin = None
+    origin, plan = None, replace(plan, layers=kind_named(plan.kind).layers or plan.layers)
     if decay_from is not None:
         begin = round(config.blocks * (1 - DECAY_SHARE))
         config = replace(config, decay_from=begin)

@@ -67,7 +67,8 @@ def _accepted(
 ) -> Int[Tensor, "anchor"]:
     """Length of the right prefix of each block."""
     with precision.autocast(taps.device):
-        context = draft.encode_context(taps[None].to(draft.fc.weight.dtype))
+        following = tokens[None].roll(-1, dims=1)
+        context = draft.encode_context(taps[None].to(draft.fc.weight.dtype), following=following)
         drafted = draft.draft_greedy(context, tokens[anchors][None], anchors[None])
     labels = tokens[anchors[:, None] + torch.arange(1, drafted.shape[1] + 1, device=tokens.device)]
     return (drafted == labels).long().cumprod(dim=-1).sum(dim=-1).cpu()

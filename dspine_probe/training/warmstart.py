@@ -44,7 +44,9 @@ def _copy_layer(block: DraftLayer, source: Any, scale: tuple[float, float]) -> N
     attention: Any = source.self_attn
     gain = source.input_layernorm.weight.float()
     for name in ("q_proj", "k_proj", "v_proj"):
-        getattr(block.attn, name).weight.copy_(getattr(attention, name).weight.float() * gain)
+        # A layer that reads an embedding before its feature begins with the feature alone.
+        own = getattr(block.attn, name).weight.zero_()
+        own[:, -len(gain) :].copy_(getattr(attention, name).weight.float() * gain)
     block.ln1.weight.fill_(1.0)
     block.attn.o_proj.weight.copy_(attention.o_proj.weight)
     block.ln2.weight.copy_(source.post_attention_layernorm.weight)

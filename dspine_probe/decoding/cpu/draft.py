@@ -68,7 +68,12 @@ class CpuDraft(LayerStack):
         self.draft, self.packed, self.width = draft, packed, width
         self.add(rows)
 
-    def extend(self, taps: Float[Tensor, "row width taps_d_model"], counts: Sequence[int]) -> None:
+    def extend(
+        self,
+        taps: Float[Tensor, "row width taps_d_model"],
+        counts: Sequence[int],
+        following: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         """See `DraftEngine.extend`; only the rows that count are computed."""
         counted = torch.cat([row[:count] for row, count in zip(taps, counts, strict=True)]).to(FLOAT)
         for part, place in self.tokens(counts):

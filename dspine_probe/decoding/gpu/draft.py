@@ -69,7 +69,12 @@ class GpuDraft(FusedStack):
         self.fused, self.draft, self.width = fused, draft, width
         self.set_lengths([0] * rows)
 
-    def extend(self, taps: Float[Tensor, "row width taps_d_model"], counts: Sequence[int]) -> None:
+    def extend(
+        self,
+        taps: Float[Tensor, "row width taps_d_model"],
+        counts: Sequence[int],
+        following: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         """See `DraftEngine.extend`."""
         inputs = self.inputs(taps.shape[1], taps=taps.to(self.draft.fc.weight.dtype))
         if taps.shape[1] == self.width:

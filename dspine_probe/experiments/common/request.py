@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dspine_probe.decoding.continuous import Completion
-from dspine_probe.drafts import Draft
+from dspine_probe.drafts import Backbone, Draft
 from dspine_probe.errors import UsageError
 from dspine_probe.experiments.common.answers import answer_prompts, read_states
 from dspine_probe.experiments.common.arena import Arena, arena_key, build_arena, kept_arena, refuse_lonely
@@ -88,6 +88,17 @@ class Request:
 
     def arena_for(self, draft: Draft) -> Arena:
         """The arena for a draft, and for all with its taps and slots; read from `folder` if it is kept there."""
+        for name, one in {**self.drafts, draft.kind.name: draft}.items():
+            if not isinstance(one, Backbone):
+                raise UsageError(
+                    f"draft {name!r} drafts token by token and has no blocks to probe; give parallel drafts, or "
+                    "measure it with `evaluate`."
+                )
+            if one.shifted:
+                raise UsageError(
+                    f"the slots of draft {name!r} hold the token after their own place, which no probing experiment "
+                    "reads; give drafts with unshifted slots, or measure it with `evaluate`."
+                )
         taps = draft.config.target_layer_ids
         sizes: dict[str, Any] = {
             "taps": taps,

@@ -92,7 +92,7 @@ def pass_costs(
     drafting = engines.open_draft(draft, rows=rows, capacity=capacity, width=width)
     plain.prefill(prompts)
     anchors = checking.prefill(prompts).argmax(dim=-1)
-    drafting.extend(checking.taps, [context] * rows)
+    drafting.extend(checking.taps, [context] * rows, prompts)
     clock = Clock(target.device)
     nothing = Proposal(anchors.new_empty(rows, 0))
     for _ in range(repeats + _WARM_UP):
@@ -112,7 +112,7 @@ def pass_costs(
         for engine in (plain, checking):
             engine.commit([0] * rows)
         clock.mark("between")
-        drafting.extend(checking.taps, [_GROWTH] * rows)
+        drafting.extend(checking.taps, [_GROWTH] * rows, [[0] * _GROWTH] * rows)
         clock.mark("context")
     medians = _medians(clock)
     return PassCosts(
