@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import ClassVar, Self, cast
+from typing import ClassVar, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -24,9 +24,8 @@ from torch.nn import functional as F
 from dspine_probe.config import DraftConfig
 from dspine_probe.drafts.block import BlockInputs, BlockStates, Context, LayerStreams, Stage, TruePredecessors
 from dspine_probe.drafts.borrowed import Borrowed, check_visible
-from dspine_probe.drafts.layers import BlockBias, DraftLayer, HookedNorm, RMSNorm, Rotary, rotary_tables
+from dspine_probe.drafts.layers import BlockBias, DraftLayer, HookedNorm, RMSNorm, rotary_tables
 from dspine_probe.drafts.proposal import Candidates, Proposal
-from dspine_probe.drafts.registry import Kind
 from dspine_probe.errors import UsageError
 from dspine_probe.sampling import pick, tempered
 
@@ -37,19 +36,12 @@ class Backbone(Borrowed):
     A kind of draft is a subclass under `registry.register`; what it may change comes first below.
     """
 
-    kind: ClassVar[Kind]
     layer: ClassVar[type[DraftLayer]] = DraftLayer
     """The class of its layers."""
     after_seams: ClassVar[tuple[str, str] | None] = None
     """Hook points of a layer for what `after_layer` adds and for the stream behind it."""
     code_seams: ClassVar[tuple[str, ...]] = ()
     """Hook points, in a layer or in the draft, that carry the codes which slots receive from their predecessors."""
-    hook_axes: ClassVar[dict[str, tuple[str, str]]] = {}
-    """Axes and meaning of the kind's own hook points, by the last parts of their names."""
-    late_seams: ClassVar[tuple[str, ...]] = ()
-    """Hook points (by the start of their names) that wait for `propose` and do not fire in `run`."""
-    side_files: ClassVar[dict[str, tuple[str, str]]] = {}
-    """Files that a checkpoint may hold beside the weights: the key to read from each, and its public tensor name."""
 
     codes: Tensor | None
     """Unit-length code of every token of the target's vocabulary, in drafts whose slots receive codes."""
@@ -63,7 +55,7 @@ class Backbone(Borrowed):
         vocabulary: Int[Tensor, "draft_vocab"] | None = None,
     ) -> None:
         self.kind.check(config)
-        super().__init__(config, embedding, head, vocabulary)
+        super().__init__(config, embedding, head, vocabulary=vocabulary)
         self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.blocks = nn.ModuleList(self.layer(config) for _ in range(config.num_hidden_layers))
@@ -95,8 +87,7 @@ class Backbone(Borrowed):
         if noise is None:
             return Proposal(self.to_tokens(scores.argmax(dim=-1)))
         probs = tempered(scores, temperature)
-        every = self.to_tokens(torch.arange(probs.shape[-1], device=probs.device))
-        return Proposal(every[pick(probs, noise)], Candidates(every.expand_as(probs), probs))
+        return Proposal(self.to_tokens(pick(probs, noise)), Candidates.all_of(self, probs))
 
     def drafting(self, hidden: Float[Tensor, "block slot d_model"]) -> Float[Tensor, "block draft_slot d_model"]:
         """The states that propose tokens 1…T: every slot's but the anchor's, or of a shifted draft all."""
@@ -112,40 +103,15 @@ class Backbone(Borrowed):
         """The draft's own reading of what the stream after `layer` predicts, to be compared with `codes`."""
         return None
 
-    def zero_writes(self) -> None:
-        """Zero whatever adds to the plain backbone, in place; here nothing does."""
-
     @property
     def shifted(self) -> bool:
         """Whether slot k proposes the token at p + k + 1, so that a block of T proposals takes T slots."""
         return self.config.part is not None and self.config.part.SHIFTED
 
     @property
-    def candidate_count(self) -> int | None:
-        """How many candidates a slot's token is chosen among; None for the whole vocabulary."""
-        return None
-
-    @property
     def code_sizes(self) -> tuple[int, int]:
         """Size of a code and of a message; where the kind has none, a third and two ninths of the hidden size."""
         return self.config.hidden_size // 3, self.config.hidden_size * 2 // 9
-
-    def own_tensors(self, *, full: bool) -> dict[str, Tensor]:
-        """What a checkpoint holds beside parameters and vocabulary, under public names; `full` may spell out more."""
-        return {}
-
-    @classmethod
-    def build(
-        cls,
-        config: DraftConfig,
-        embedding: Float[Tensor, "vocab d_model"],
-        head: Float[Tensor, "vocab d_model"],
-        vocabulary: Int[Tensor, "draft_vocab"] | None,
-        tensors: dict[str, Tensor],
-    ) -> Self:
-        """The draft of a checkpoint with parameters still to be assigned; takes its own tensors out of `tensors`."""
-        with torch.device("meta"):
-            return cls(config, embedding, head, vocabulary=vocabulary)
 
     # ---- passes
 
@@ -205,17 +171,6 @@ class Backbone(Borrowed):
             stages.append(Stage(at + added, at + after, partial(self.after_layer, layer)))
         return stages
 
-    def draft_greedy(
-        self,
-        context: Context,
-        anchor_tokens: Int[Tensor, "batch anchor"],
-        anchors: Int[Tensor, "batch anchor"],
-        *,
-        width: int | None = None,
-    ) -> Int[Tensor, "block draft_slot"]:
-        """The tokens the draft proposes for slots 1…T without drawing."""
-        return self.propose(self.run(context, anchor_tokens, anchors, width=width), anchor_tokens).tokens
-
     def forward(
         self,
         taps: Float[Tensor, "batch ctx taps_d_model"],
@@ -241,9 +196,7 @@ class Backbone(Borrowed):
         `start` may differ from sequence to sequence. `following`, the token after each row, is for drafts that read it.
         """
         feature = self.hook_context(self.hidden_norm(self.fc(taps)))
-        ahead = torch.arange(taps.shape[1], device=taps.device)
-        positions = start + ahead if isinstance(start, int) else start[:, None] + ahead
-        rotary = self._rotary(positions, feature.dtype)
+        rotary = self.context_rotary(feature, start)
         pairs = [block.attn.context_kv(feature, rotary) for block in self.blocks]
         return Context(tuple(k for k, _ in pairs), tuple(v for _, v in pairs))
 
@@ -278,13 +231,10 @@ class Backbone(Borrowed):
         positions = anchors.flatten()[:, None] + torch.arange(slots, device=anchors.device)
         bias = BlockBias.build(anchors, context.length, slots, causal=self.config.is_causal, dtype=dtype)
         code = self.message_codes(anchor_tokens.flatten(), dtype)
-        rotary = self._rotary(positions, dtype)
+        rotary = rotary_tables(positions, self.config.head_dim, self.config.rope_theta, dtype)
         return BlockInputs(context, rotary, bias, None if code is None else code[:, None])
 
     def logits(self, hidden: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch draft_vocab"]:
         """Scores of final-normed states under the target's frozen head."""
         # A slice of slots is not contiguous, and a product with it is several times slower.
         return self.hook_logits(F.linear(hidden.contiguous(), self.head))
-
-    def _rotary(self, positions: Int[Tensor, "..."], dtype: torch.dtype) -> Rotary:
-        return rotary_tables(positions, self.config.head_dim, self.config.rope_theta, dtype)

@@ -19,7 +19,7 @@ from dspine_probe.config import SHARED_KEY, ConfigPart, DraftConfig
 from dspine_probe.drafts.backbone import Backbone
 from dspine_probe.drafts.block import BlockStates
 from dspine_probe.drafts.layers import BlockBias, DraftLayer, Rotary
-from dspine_probe.drafts.proposal import Candidates, Proposal
+from dspine_probe.drafts.proposal import Proposal
 from dspine_probe.drafts.registry import register
 from dspine_probe.drafts.transition import TransitionCache
 from dspine_probe.errors import UsageError
@@ -221,8 +221,4 @@ class DFlash2(Backbone):
         noise: Float[Tensor, "block draft_slot"] | None = None,
     ) -> Proposal:
         """Tokens of slots 1…T by a walk over the candidates, greedy or (with `noise`) drawn."""
-        cache = self.transition_cache(states, anchor_tokens)
-        if noise is None:
-            return Proposal(cache.walk_greedy())
-        tokens, probs = cache.walk_sampled(temperature, noise)
-        return Proposal(tokens, Candidates(cache.candidates, probs))
+        return self.transition_cache(states, anchor_tokens).propose(temperature, noise)

@@ -18,11 +18,9 @@ from torch import Tensor, nn
 from dspine_probe.config import ConfigPart, DraftConfig
 from dspine_probe.drafts.backbone import Backbone
 from dspine_probe.drafts.block import BlockStates
-from dspine_probe.drafts.layout import borrowed_tensors, take_borrowed
-from dspine_probe.drafts.proposal import Candidates, Proposal
+from dspine_probe.drafts.proposal import Proposal, propose_serially
 from dspine_probe.drafts.registry import register
 from dspine_probe.errors import UsageError
-from dspine_probe.sampling import pick, tempered
 
 HEADS = ("vanilla", "gated", "rnn")
 
@@ -121,6 +119,7 @@ class ConfidenceHead(nn.Module):
 class DSpark(Backbone):
     """The shifted backbone with its sequential head; `confidence` is there where the config enables it."""
 
+    stores_borrowed = True
     late_seams = ("markov_head.",)
     hook_axes = {"hook_bias": ("block draft_vocab", "what this slot's scores gain from the token before it")}
 
@@ -151,13 +150,15 @@ class DSpark(Backbone):
     ) -> Float[Tensor, "block draft_slot"]:
         """Log-odds that each slot's proposal is accepted if those before it are; `previous` are the tokens before each.
 
+        Its gradient does not reach the rows of W₁.
+
         Raises:
             UsageError: the draft has no confidence head.
         """
         if self.confidence_head is None:
             raise UsageError("this dspark has no confidence head; load one with enable_confidence_head.")
         if self.spark.confidence_head_with_markov:
-            hidden = torch.cat([hidden, self.markov_head.markov_w1(previous).to(hidden.dtype)], dim=-1)
+            hidden = torch.cat([hidden, self.markov_head.markov_w1(previous).detach().to(hidden.dtype)], dim=-1)
         return self.confidence_head.proj(hidden).squeeze(-1)
 
     def propose(
@@ -169,39 +170,14 @@ class DSpark(Backbone):
         noise: Float[Tensor, "block draft_slot"] | None = None,
     ) -> Proposal:
         """Tokens 1…T one after another, the likeliest or (with `noise`) drawn from the corrected distribution."""
-        hidden = self.drafting(states.hidden)
-        unary, token, state = self.logits(hidden), anchor_tokens.flatten(), None
-        tokens, given = [], []
-        for slot in range(hidden.shape[1]):
-            read, state = self.markov_head.step(hidden[:, slot], token, state)
-            scores = unary[:, slot] + self.markov_head.slots[slot].hook_bias(self.markov_head.markov_w2(read))
-            if noise is None:
-                index = scores.argmax(dim=-1)
-            else:
-                given.append(tempered(scores, temperature))
-                index = pick(given[-1], noise[:, slot])
-            token = self.to_tokens(index)
-            tokens.append(token)
-        if noise is None:
-            return Proposal(torch.stack(tokens, dim=1))
-        probs = torch.stack(given, dim=1)
-        every = self.to_tokens(torch.arange(probs.shape[-1], device=probs.device))
-        return Proposal(torch.stack(tokens, dim=1), Candidates(every.expand_as(probs), probs))
+        hidden, markov = self.drafting(states.hidden), self.markov_head
+        unary, state = self.logits(hidden), None
 
-    def own_tensors(self, *, full: bool) -> dict[str, Tensor]:
-        """The target's embedding and head, if `full`, as the public release stores them."""
-        return borrowed_tensors(self) if full else {}
+        def score(slot: int, token: Int[Tensor, "block"]) -> Float[Tensor, "block draft_vocab"]:
+            nonlocal state
+            read, state = markov.step(hidden[:, slot], token, state)
+            return unary[:, slot] + markov.slots[slot].hook_bias(markov.markov_w2(read))
 
-    @classmethod
-    def build(
-        cls,
-        config: DraftConfig,
-        embedding: Float[Tensor, "vocab d_model"],
-        head: Float[Tensor, "vocab d_model"],
-        vocabulary: Int[Tensor, "draft_vocab"] | None,
-        tensors: dict[str, Tensor],
-    ) -> Self:
-        """Copies of the target's matrices, which the public release holds, must be the target's own, to bf16."""
-        draft = super().build(config, embedding, head, vocabulary, tensors)
-        take_borrowed(draft, tensors)
-        return draft
+        return propose_serially(
+            self, anchor_tokens.flatten(), hidden.shape[1], score, temperature=temperature, noise=noise
+        )

@@ -20,7 +20,7 @@ from dspine_probe.drafts.backbone import Backbone
 from dspine_probe.drafts.block import BlockInputs, BlockStates, TruePredecessors
 from dspine_probe.drafts.injection import DSpineConfig, Injection, InjectionSeams, LastWriteSeams
 from dspine_probe.drafts.layout import check_shape, refuse_names
-from dspine_probe.drafts.proposal import Candidates, Proposal
+from dspine_probe.drafts.proposal import Proposal
 from dspine_probe.drafts.registry import register
 from dspine_probe.drafts.transition import TransitionCache
 from dspine_probe.errors import UsageError
@@ -189,11 +189,7 @@ class DSpine(Backbone):
         noise: Float[Tensor, "block draft_slot"] | None = None,
     ) -> Proposal:
         """Tokens of slots 1…T by a walk over the transition cache, greedy or (with `noise`) drawn."""
-        cache = self.transition_cache(states, anchor_tokens)
-        if noise is None:
-            return Proposal(cache.walk_greedy())
-        tokens, probs = cache.walk_sampled(temperature, noise)
-        return Proposal(tokens, Candidates(cache.candidates, probs))
+        return self.transition_cache(states, anchor_tokens).propose(temperature, noise)
 
 
 def _take_codes(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -20,10 +20,9 @@ from dspine_probe.config import ConfigPart, DraftConfig
 from dspine_probe.drafts.block import Context
 from dspine_probe.drafts.borrowed import Borrowed
 from dspine_probe.drafts.chain import Chain, ChainLayer, ChainStates
-from dspine_probe.drafts.layers import HookedNorm, RMSNorm, rotary_tables
-from dspine_probe.drafts.layout import borrowed_tensors, take_borrowed
+from dspine_probe.drafts.layers import HookedNorm, RMSNorm
 from dspine_probe.drafts.proposal import Proposal, propose_serially
-from dspine_probe.drafts.registry import Kind, register
+from dspine_probe.drafts.registry import register
 from dspine_probe.errors import UsageError
 
 
@@ -76,10 +75,9 @@ class StepSeams(nn.Module):
 class Eagle3(Borrowed):
     """fc, one layer and the final norm, beside the target's frozen embedding and head."""
 
-    kind: ClassVar[Kind]
+    stores_borrowed = True
     late_seams: ClassVar[tuple[str, ...]] = ("",)
     """All hook points wait for `propose`: there is no pass over a whole block."""
-    side_files: ClassVar[dict[str, tuple[str, str]]] = {}
     hook_axes: ClassVar[dict[str, tuple[str, str]]] = {
         "hook_context": ("batch ctx d_model", "the target's taps after fc, which context rows pair with tokens"),
         "ln_final.hook_normalized": ("block d_model", "state after the anchor, final-normed"),
@@ -88,7 +86,6 @@ class Eagle3(Borrowed):
         "hook_feature": ("block d_model", "the state that this step leaves, fed back to the next"),
         "hook_scores": ("block draft_vocab", "scores of this step's proposal"),
     }
-    candidate_count: ClassVar[None] = None
 
     def __init__(
         self,
@@ -99,7 +96,7 @@ class Eagle3(Borrowed):
         vocabulary: Int[Tensor, "draft_vocab"] | None = None,
     ) -> None:
         self.kind.check(config)
-        super().__init__(config, embedding, head, vocabulary)
+        super().__init__(config, embedding, head, vocabulary=vocabulary)
         self.eagle = cast(Eagle3Config, config.part)
         self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.blocks = nn.ModuleList([ChainLayer(config)])
@@ -122,9 +119,6 @@ class Eagle3(Borrowed):
         """It has no codes."""
         return 0, 0
 
-    def zero_writes(self) -> None:
-        """Nothing is added to a plain backbone."""
-
     def encode_context(
         self,
         taps: Float[Tensor, "batch ctx taps_d_model"],
@@ -142,11 +136,8 @@ class Eagle3(Borrowed):
                 "an eagle3 reads the token after every context row; give following, or probe a parallel draft instead."
             )
         feature = self.hook_context(self.fc(taps))
-        ahead = torch.arange(taps.shape[1], device=taps.device)
-        positions = start + ahead if isinstance(start, int) else start[:, None] + ahead
-        rotary = rotary_tables(positions, self.config.head_dim, self.config.rope_theta, feature.dtype)
         u = self.layer.read(F.embedding(following.clamp(min=0), self.embedding), feature)
-        keys, values = self.layer.attn.kv(u, rotary)
+        keys, values = self.layer.attn.kv(u, self.context_rotary(feature, start))
         return Context((keys,), (values,), feature)
 
     def run(
@@ -199,33 +190,3 @@ class Eagle3(Borrowed):
         return propose_serially(
             self, anchor_tokens.flatten(), states.slots, score, temperature=temperature, noise=noise
         )
-
-    def draft_greedy(
-        self,
-        context: Context,
-        anchor_tokens: Int[Tensor, "batch anchor"],
-        anchors: Int[Tensor, "batch anchor"],
-        *,
-        width: int | None = None,
-    ) -> Int[Tensor, "block draft_slot"]:
-        """The tokens proposed without drawing."""
-        return self.propose(self.run(context, anchor_tokens, anchors, width=width), anchor_tokens).tokens
-
-    def own_tensors(self, *, full: bool) -> dict[str, Tensor]:
-        """The target's embedding and head, if `full`, as the public release stores them."""
-        return borrowed_tensors(self) if full else {}
-
-    @classmethod
-    def build(
-        cls,
-        config: DraftConfig,
-        embedding: Float[Tensor, "vocab d_model"],
-        head: Float[Tensor, "vocab d_model"],
-        vocabulary: Int[Tensor, "draft_vocab"] | None,
-        tensors: dict[str, Tensor],
-    ) -> Self:
-        """The draft of a checkpoint; copies of the target's matrices must be the target's own."""
-        with torch.device("meta"):
-            draft = cls(config, embedding, head, vocabulary=vocabulary)
-        take_borrowed(draft, tensors)
-        return draft

@@ -1,9 +1,9 @@
 """The public tensor layout of draft checkpoints, and the drafts it describes.
 
 `to_public` names a draft's tensors as public checkpoints do; `from_public` builds the draft back and refuses tensors
-that are unknown, missing or of another shape. Embedding and head are the target's and never part of the layout. A
+that are unknown, missing or of another shape. Embedding and head are the target's; some public releases hold copies. A
 trimmed vocabulary is `d2t` (offsets: token id = index + d2t[index]) and `t2d` (which token ids are kept). What a kind
-stores in addition it names itself (`Backbone.own_tensors`, `Backbone.build`). No files are touched here.
+stores in addition it names itself (`Borrowed.own_tensors`, `Borrowed.build`). No files are touched here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _PUBLIC = {
 def to_public(draft: Backbone, dtype: torch.dtype, *, full_codes: bool = False) -> dict[str, Tensor]:
     """The draft's tensors under public names: weights in `dtype`, transfer tensors in fp32, all on CPU.
 
-    `full_codes` spells out a table of codes where the draft has a small map that makes them.
+    `full_codes` spells out a table of codes where the draft has a small map that makes them, and the target's
+    matrices where public releases of the kind hold them.
     """
     tensors = {public_name(name): weight.detach().to("cpu", dtype) for name, weight in draft.named_parameters()}
     if draft.vocabulary is not None:
@@ -40,6 +41,8 @@ def to_public(draft: Backbone, dtype: torch.dtype, *, full_codes: bool = False) 
         tensors["d2t"] = kept - torch.arange(len(kept))
         tensors["t2d"] = torch.zeros(draft.config.vocab_size, dtype=torch.bool).index_fill_(0, kept, True)
     tensors |= draft.own_tensors(full=full_codes)
+    if full_codes and draft.stores_borrowed:
+        tensors |= _borrowed_tensors(draft)
     return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 
@@ -59,6 +62,8 @@ def from_public(
     vocabulary = _take_vocabulary(left, config)
     # Built without storage: every parameter is then assigned from the file.
     draft: Backbone = kind.draft.build(config, embedding, head, vocabulary, left)
+    if draft.stores_borrowed:
+        _take_borrowed(draft, left)
     _assign(draft, left, head.dtype)
     return draft
 
@@ -90,14 +95,14 @@ def refuse_names(fault: str, names: set[str], config: DraftConfig) -> None:
         )
 
 
-def borrowed_tensors(draft: Borrowed) -> dict[str, Tensor]:
+def _borrowed_tensors(draft: Borrowed) -> dict[str, Tensor]:
     """The target's matrices under the names of releases that store them."""
     # Cloned: a file may not hold the same storage twice, which tied matrices would be.
     matrices = {"embed_tokens.weight": draft.embedding, "lm_head.weight": draft.head}
     return {name: matrix.cpu().clone() for name, matrix in matrices.items()}
 
 
-def take_borrowed(draft: Borrowed, tensors: dict[str, Tensor]) -> None:
+def _take_borrowed(draft: Borrowed, tensors: dict[str, Tensor]) -> None:
     """Take copies of the target's matrices, where a checkpoint stores them, out of `tensors`.
 
     Raises:

@@ -24,6 +24,12 @@ class Candidates:
     ids: Int[Tensor, "row draft_slot candidate"]
     probs: Float[Tensor, "row draft_slot candidate"]
 
+    @classmethod
+    def all_of(cls, draft: Borrowed, probs: Float[Tensor, "row draft_slot draft_vocab"]) -> Candidates:
+        """Every token that the draft may propose."""
+        every = draft.to_tokens(torch.arange(probs.shape[-1], device=probs.device))
+        return cls(every.expand_as(probs), probs)
+
 
 @dataclass(frozen=True)
 class Proposal:
@@ -60,8 +66,4 @@ def propose_serially(
         token = draft.to_tokens(index)
         tokens.append(token)
     path = torch.stack(tokens, dim=1)
-    if noise is None:
-        return Proposal(path)
-    probs = torch.stack(given, dim=1)
-    every = draft.to_tokens(torch.arange(probs.shape[-1], device=probs.device))
-    return Proposal(path, Candidates(every.expand_as(probs), probs))
+    return Proposal(path, Candidates.all_of(draft, torch.stack(given, dim=1)) if given else None)

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from dspine_probe.drafts.proposal import Candidates, Proposal
 from dspine_probe.sampling import pick, tempered
 
 
@@ -20,6 +21,13 @@ class TransitionCache:
 
     candidates: Int[Tensor, "block draft_slot k"]
     scores: Float[Tensor, "block draft_slot k k"]
+
+    def propose(self, temperature: float, noise: Float[Tensor, "block draft_slot"] | None) -> Proposal:
+        """The tokens of a walk, greedy or (with `noise`) drawn."""
+        if noise is None:
+            return Proposal(self.walk_greedy())
+        tokens, probs = self.walk_sampled(temperature, noise)
+        return Proposal(tokens, Candidates(self.candidates, probs))
 
     def walk_greedy(self) -> Int[Tensor, "block draft_slot"]:
         """The best candidate of slot 1, then of each slot given the one before it; ties go to the lower index."""

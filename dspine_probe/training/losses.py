@@ -7,12 +7,14 @@ candidate losses as in DSpine, arXiv 2609.36173). Weights are expected to be div
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from dspine_probe.errors import UsageError
 
@@ -55,6 +57,33 @@ def head_loss(
         hidden, head, labels, weight, teacher, ce_weight, l1_weight, top_k
     )
     return HeadLoss(loss, ce, correct, candidates, mass)
+
+
+def in_chunks(losses: Callable[..., tuple[Tensor, ...]], *rows: Tensor) -> tuple[Tensor, ...]:
+    """What `losses` gives for every row of `rows`, whose scores never exist all at once.
+
+    The scores of a chunk are made again for its gradient. For losses that `head_loss` has no closed form of.
+    """
+    found = [
+        checkpoint(losses, *(part[at : at + _CHUNK] for part in rows), use_reentrant=False)
+        for at in range(0, len(rows[0]), _CHUNK)
+    ]
+    return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
+
+
+def label_entropy(
+    scores: Float[Tensor, "rows draft_vocab"], labels: Int[Tensor, "rows"]
+) -> tuple[Float[Tensor, "rows"], Bool[Tensor, "rows"]]:
+    """Cross-entropy of every row, and whether its best token is the label; a row labelled −1 must have weight 0."""
+    return F.cross_entropy(scores, labels.clamp(min=0), reduction="none"), scores.argmax(dim=-1) == labels
+
+
+@torch.no_grad()
+def target_distribution(
+    teacher: Float[Tensor, "rows d_model"], head: Float[Tensor, "draft_vocab d_model"]
+) -> Float[Tensor, "rows draft_vocab"]:
+    """The target's probabilities over the draft's vocabulary, from its final states."""
+    return F.linear(teacher.to(head.dtype), head).float().softmax(dim=-1)
 
 
 class _ChunkedHead(torch.autograd.Function):

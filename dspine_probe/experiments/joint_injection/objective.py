@@ -80,8 +80,8 @@ class JointObjective(Objective):
         """The loss of a batch; the step's generator draws the noise of arms that are given noise."""
         labels, weight = supervised(self.draft, batch)
         hidden = self.hidden(batch, self.message(self.arm.code, batch.tokens, progress.generator))
-        loss = head_loss(hidden.flatten(0, 1), self.draft.head, labels.flatten(), weight.flatten())
-        return step_loss(loss.loss, loss, {}, weight)
+        found = head_loss(hidden.flatten(0, 1), self.draft.head, labels.flatten(), weight.flatten())
+        return step_loss(found.loss, found.cross_entropy, found.correct, {}, weight)
 
     def message(
         self, code: str, tokens: Int[Tensor, "block slot"], generator: torch.Generator

@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from dspine_probe.drafts import Draft
 from dspine_probe.errors import UsageError
 from dspine_probe.training.anchors import Batch
 from dspine_probe.training.intermediate import Intermediate
-from dspine_probe.training.losses import HeadLoss
 
 
 @dataclass(frozen=True)
@@ -105,8 +104,15 @@ def supervised(draft: Draft, batch: Batch) -> tuple[Int[Tensor, "block draft_slo
     return labels, batch.weight * prefix
 
 
-def step_loss(loss: Tensor, head: HeadLoss, parts: dict[str, Tensor], weight: Tensor) -> StepLoss:
-    """A loss, with the hits of the head that it came with and the parts to log."""
+def step_loss(
+    loss: Float[Tensor, ""],
+    cross_entropy: Float[Tensor, ""],
+    correct: Bool[Tensor, "rows"],
+    parts: dict[str, Tensor],
+    weight: Float[Tensor, "block draft_slot"],
+) -> StepLoss:
+    """A loss with what is logged beside it: its cross-entropy, the slots that were right, and its parts."""
     counted = weight > 0
-    hits = (head.correct.view_as(weight) & counted).float().sum(0)
-    return StepLoss(loss, head.cross_entropy, {k: v.detach() for k, v in parts.items()}, hits, counted.float().sum(0))
+    hits = (correct.view_as(weight) & counted).float().sum(0)
+    logged = {name: part.detach() for name, part in parts.items()}
+    return StepLoss(loss, cross_entropy.detach(), logged, hits, counted.float().sum(0))

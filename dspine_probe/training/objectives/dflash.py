@@ -42,4 +42,4 @@ class DFlashObjective(Objective):
             warmed = progress.warmed_up(self.intermediate.supervision.warmup_steps)
             loss = loss + self.intermediate.strength(warmed, mean_ce) * by_layer.sum()
             parts = {f"layer_{layer}": value for layer, value in enumerate(by_layer, start=1)}
-        return step_loss(loss, result, parts, weight)
+        return step_loss(loss, result.cross_entropy, result.correct, parts, weight)

@@ -46,4 +46,5 @@ class DFlash2Objective(Objective):
             l1_weight=0.0,
             mass_threshold=0.0,
         )
-        return step_loss(unary.loss + selected, unary, {"unary": unary.loss, "selected": selected}, weight)
+        parts = {"unary": unary.loss, "selected": selected}
+        return step_loss(unary.loss + selected, unary.cross_entropy, unary.correct, parts, weight)

@@ -8,16 +8,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from dspine_probe.drafts import Domino
 from dspine_probe.training.anchors import Batch
-from dspine_probe.training.losses import HeadLoss
+from dspine_probe.training.losses import in_chunks, label_entropy
 from dspine_probe.training.objectives.base import Objective, Progress, StepLoss, step_loss, supervised
 
 DECAY_RATIO = 1.0
 """Share of training over which the backbone's loss fades, as for the 8B release."""
-_CHUNK = 256
 
 
 class DominoObjective(Objective):
@@ -37,23 +35,16 @@ class DominoObjective(Objective):
         labels, weight = supervised(draft, batch)
         corrected = torch.arange(hidden.shape[1], device=hidden.device) >= draft.domino.pure_draft_prefix_len
         rows = hidden, draft.reads(hidden, batch.tokens[:, :-1]), corrected.expand_as(labels), labels
-        flat = [part.flatten(0, 1) for part in rows]
-        # The scores of a chunk are made again for its gradient, so that those of all rows never exist at once.
-        found = [
-            checkpoint(self._entropies, *(part[at : at + _CHUNK] for part in flat), use_reentrant=False)
-            for at in range(0, len(flat[0]), _CHUNK)
-        ]
-        base, final, correct = (torch.cat(parts).view_as(weight) for parts in zip(*found, strict=True))
+        found = in_chunks(self._entropies, *(part.flatten(0, 1) for part in rows))
+        base, final, correct = (part.view_as(weight) for part in found)
         base, final = (weight * base).sum(), (weight * final).sum()
         share = progress.faded(0.0, DECAY_RATIO)
-        loss, none = share * base + (1 - share) * final, torch.empty(0, device=weight.device)
-        result = HeadLoss(loss, final.detach(), correct.flatten(), none.long(), none)
-        return step_loss(loss, result, {"base": base, "final": final}, weight)
+        loss = share * base + (1 - share) * final
+        return step_loss(loss, final, correct, {"base": base, "final": final}, weight)
 
     def _entropies(self, hidden: Tensor, read: Tensor, corrected: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
         """Cross-entropy of every row before and after its correction, and whether its best token is the label."""
         unary = F.linear(hidden, self.draft.head.to(hidden.dtype)).float()
         scores = unary + self.draft.embed_proj[2](read).float() * corrected[:, None]
-        # A label outside the draft's vocabulary carries no weight.
-        base, final = (F.cross_entropy(s, labels.clamp(min=0), reduction="none") for s in (unary, scores))
-        return base, final, scores.argmax(dim=-1) == labels
+        final, correct = label_entropy(scores, labels)
+        return label_entropy(unary, labels)[0], final, correct

@@ -56,7 +56,7 @@ class DSpineObjective(Objective):
             # The alignment fades as the draft learns: it is scaled by the mean cross-entropy of this batch.
             mean_ce = unary.cross_entropy / weight.sum().clamp(min=1e-12)
             loss, parts["alignment"] = loss + strength * mean_ce * aligned, aligned
-        return step_loss(loss, unary, parts, weight)
+        return step_loss(loss, unary.cross_entropy, unary.correct, parts, weight)
 
     def _refined_loss(
         self, states: BlockStates, batch: Batch, labels: Tensor, weight: Tensor, unary: HeadLoss

@@ -9,14 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from dspine_probe.drafts import Eagle3
 from dspine_probe.training.anchors import Batch
-from dspine_probe.training.losses import HeadLoss
+from dspine_probe.training.losses import in_chunks, label_entropy, target_distribution
 from dspine_probe.training.objectives.base import Objective, Progress, StepLoss, step_loss, supervised
-
-_CHUNK = 256
 
 
 class Eagle3Objective(Objective):
@@ -39,24 +36,13 @@ class Eagle3Objective(Objective):
         decay = part.step_loss_decay ** torch.arange(labels.shape[1], device=labels.device)
         weight = unit * decay * (weight > 0) * (torch.arange(labels.shape[1], device=labels.device) < steps)
         rows = [row[:, :steps].flatten(0, 1) for row in (hidden, labels, batch.teacher)]
-        # The scores of a chunk are made again for its gradient, so that those of all rows never exist at once.
-        found = [
-            checkpoint(self._entropies, *(row[at : at + _CHUNK] for row in rows), use_reentrant=False)
-            for at in range(0, len(rows[0]), _CHUNK)
-        ]
-        soft, hard, correct = (
-            F.pad(torch.cat(parts).view(-1, steps), (0, labels.shape[1] - steps)) for parts in zip(*found, strict=True)
-        )
-        loss, none = (weight * soft).sum(), torch.empty(0, device=weight.device)
-        result = HeadLoss(loss, (weight * hard).sum().detach(), correct.flatten(), none.long(), none)
-        return step_loss(loss, result, {}, weight)
+        found = in_chunks(self._entropies, *rows)
+        soft, hard, correct = (F.pad(part.view(-1, steps), (0, labels.shape[1] - steps)) for part in found)
+        return step_loss((weight * soft).sum(), (weight * hard).sum(), correct, {}, weight)
 
     def _entropies(self, hidden: Tensor, labels: Tensor, teacher: Tensor) -> tuple[Tensor, ...]:
         """Cross-entropy of every row to the target's distribution and to the label, and whether the best is that."""
         head = self.draft.head.to(hidden.dtype)
         scores = F.linear(hidden, head).float()
-        with torch.no_grad():
-            wanted = F.linear(teacher.to(hidden.dtype), head).float().softmax(dim=-1)
-        # A label outside the draft's vocabulary carries no weight.
-        hard = F.cross_entropy(scores, labels.clamp(min=0), reduction="none")
-        return F.cross_entropy(scores, wanted, reduction="none"), hard, scores.argmax(dim=-1) == labels
+        hard, correct = label_entropy(scores, labels)
+        return F.cross_entropy(scores, target_distribution(teacher, head), reduction="none"), hard, correct
