@@ -15,6 +15,7 @@ import pandas as pd
 from IPython.display import display
 
 from dspine_probe.decoding.generation import Generation
+from dspine_probe.experiments.common.markup import folded, listed
 from dspine_probe.target import Target
 
 if TYPE_CHECKING:
@@ -39,13 +40,11 @@ class Shown(Generic[Measured]):
 
     def _repr_html_(self) -> str:
         """The sentences and, for each figure, its words and table: what remains where no figure can be drawn."""
-        items = "".join(f"<li>{escape(sentence)}</li>" for sentence in self.sentences)
         parts = (bundle.get("text/html", "") for block in self.figures.values() for bundle in block.bundles())
-        return f"<ul>{items}</ul>{''.join(parts)}"
+        return f"{listed(self.sentences)}{''.join(parts)}"
 
     def _ipython_display_(self) -> None:
-        items = "".join(f"<li>{escape(sentence)}</li>" for sentence in self.sentences)
-        display({"text/html": f"<ul>{items}</ul>", "text/plain": repr(self)}, raw=True)
+        display({"text/html": listed(self.sentences), "text/plain": repr(self)}, raw=True)
         for block in self.figures.values():
             block._ipython_display_()
 
@@ -96,11 +95,11 @@ class Told:
             f"{escape(self.target.decode([token]))}</span>"
             for token, wrote in zip(self.generation.tokens, own, strict=True)
         )
-        table = self.rounds().to_html(index=False, border=0)
+        table = folded(self.rounds(), f"Table: {len(self.generation.rounds)} rounds")
         html = (
             f'<p style="white-space:pre-wrap">{spans}</p><p>{escape(self.summary)}. <span style="{_KEPT}">Solid '
             f'line</span>: drafted and kept; <span style="{_OWN}">bold over dots</span>: the target\'s own.</p>'
-            f"<details><summary>Table: {len(self.generation.rounds)} rounds</summary>{table}</details>"
+            f"{table}"
         )
         return {"text/plain": repr(self), "text/html": html}
 

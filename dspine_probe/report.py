@@ -13,6 +13,7 @@ from pathlib import Path
 from plotly.offline import get_plotlyjs
 
 from dspine_probe.experiments.common.claims import OUTCOMES, Claim
+from dspine_probe.experiments.common.markup import listed
 from dspine_probe.experiments.common.records import versions
 from dspine_probe.experiments.registry import EXPERIMENTS
 from dspine_probe.experiments.reproduction import Reproduction
@@ -101,8 +102,7 @@ def _section(found: Reproduction, name: str, blocks: list[FigureBlock], first: i
 
 
 def _list(title: str, lines: list[str]) -> str:
-    items = "".join(f"<li>{escape(line)}</li>\n" for line in lines)
-    return f"<h3>{escape(title)}</h3>\n<ul>{items}</ul>\n" if lines else ""
+    return f"<h3>{escape(title)}</h3>\n{listed(lines)}\n" if lines else ""
 
 
 def _about(found: Reproduction) -> str:

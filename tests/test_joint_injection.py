@@ -11,9 +11,10 @@ from tiny import tiny_draft, tiny_target
 from torch import Tensor
 
 from dspine_probe.errors import UsageError
+from dspine_probe.experiments.common.intervals import macro
 from dspine_probe.experiments.injection_depth.injectors import TRANSFER, Codes
 from dspine_probe.experiments.joint_injection.arms import JointPlan, load_joint, train_joint
-from dspine_probe.experiments.joint_injection.measure import GroupMeans, JointOptions, arms_of, measure
+from dspine_probe.experiments.joint_injection.measure import JointOptions, arms_of, measure, sequence_draws
 from dspine_probe.experiments.joint_injection.objective import ALL_SLOTS, ONE_SLOT, JointArm, JointObjective
 from dspine_probe.experiments.joint_injection.table import ACCURACY, CONTRAST, TRUE, WRONG, JointInjectionResult
 from dspine_probe.plots.joint_injection import by_depth
@@ -166,6 +167,6 @@ def test_intervals_resample_whole_sequences():
     """Blocks of a sequence that are all alike are worth one observation."""
     group = torch.arange(10).repeat_interleave(50)
     by_sequence = (torch.arange(10) % 2).repeat_interleave(50)[:, None].float()
-    alike = GroupMeans(group, 0).of(by_sequence)
-    spread = GroupMeans(torch.arange(500), 0).of(by_sequence)
+    alike = macro(by_sequence, sequence_draws(group, seed=0))
+    spread = macro(by_sequence, sequence_draws(torch.arange(500), seed=0))
     assert float(alike.high - alike.low) > 4 * float(spread.high - spread.low)

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from dspine_probe.drafts import Draft
 from dspine_probe.errors import UsageError
-from dspine_probe.experiments.common.answers import answer_prompts, read_states
+from dspine_probe.experiments.common.answers import answer_prompts, read_states, second_choices
 from dspine_probe.experiments.emergence.readers import label_ranks, lens
 from dspine_probe.experiments.patching import Blocks, recovered, residual_names, residual_sites, sweep
 from dspine_probe.hooks import HookedDraft
@@ -144,8 +144,7 @@ def patch_block(
         raise UsageError(f"slot is {slot}; this draft has slots 1…{len(labels)}.")
     true = answer.tokens[anchor]
     if token is None:
-        best = target.logits(answer.final[anchor - 1].to(target.head)).topk(2).indices.cpu()
-        token = int(best[best != true][0])
+        token = int(second_choices(target, answer.final[anchor - 1], true))
     target.check_ids([token], "the replacement")
     if token == int(true):
         raise UsageError(f"the replacement {target.decode([token])!r} is the anchor token itself; give another.")

@@ -18,6 +18,7 @@ import plotly.graph_objects as go
 from IPython.display import HTML, display
 from plotly.offline import get_plotlyjs
 
+from dspine_probe.experiments.common.markup import folded
 from dspine_probe.files import write_atomically
 from dspine_probe.machine import find_browser
 from dspine_probe.plots.page import page, write_text
@@ -75,9 +76,7 @@ class FigureBlock:
 
     def table_html(self) -> str:
         """The numbers behind the picture, folded."""
-        cells = self.table.astype(object).where(self.table.notna(), "–")
-        table = cells.to_html(index=False, border=0, float_format=lambda x: f"{x:.4g}")
-        return f"<details><summary>Table: {html.escape(self.title)}</summary>\n{table}\n</details>\n"
+        return folded(self.table, f"Table: {self.title}")
 
     def to_html(self, number: int = 1) -> str:
         """Title, picture, caption and folded table."""

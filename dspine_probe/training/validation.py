@@ -17,7 +17,7 @@ from torch import Tensor
 from dspine_probe.drafts import Draft
 from dspine_probe.precision import Precision
 from dspine_probe.training.anchors import valid_anchors
-from dspine_probe.training.features import FeatureStore
+from dspine_probe.training.features import FeatureStore, Sequence
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,12 @@ def split(ids: Seq[str], *, every: int = 50) -> tuple[list[int], list[int]]:
 def validate(
     draft: Draft, store: FeatureStore, indices: Seq[int], *, precision: Precision, anchors: int = 16
 ) -> Validation:
-    """Draft greedily from evenly spaced anchors with a full block of text ahead of them."""
+    """Draft greedily from the anchors that `held_out_anchors` chooses."""
     device = draft.head.device
     hits = [
         _accepted(draft, sequence.tokens.to(device), sequence.taps.to(device), chosen.to(device), precision)
         for sequence in (store[i] for i in indices)
-        if len(chosen := _spread(valid_anchors(sequence)[: -draft.config.num_slots], anchors))
+        if len(chosen := held_out_anchors(sequence, draft.config.num_slots, anchors))
     ]
     if not hits:
         return Validation(float("nan"), (), 0)
@@ -54,7 +54,9 @@ def validate(
     return Validation(float(accepted.mean()) + 1.0, tuple(survival.tolist()), len(accepted))
 
 
-def _spread(anchors: Int[Tensor, "valid"], count: int) -> Int[Tensor, "anchor"]:
+def held_out_anchors(sequence: Sequence, slots: int, count: int) -> Int[Tensor, "anchor"]:
+    """Up to `count` evenly spaced anchors with a full block of `slots` tokens ahead of them."""
+    anchors = valid_anchors(sequence)[:-slots]
     return anchors[:: max(1, len(anchors) // count)][:count]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -60,6 +60,15 @@ def read_states(
             found[i] = Answer(prompts[i].id, tokens, begins, tapped[:length].cpu(), final[:length].cpu())
         report(STATES, len(found), len(answers))
     return [found[i] for i in range(len(answers))]
+
+
+def second_choices(
+    target: Target, states: Float[Tensor, "*batch d_model"], tokens: Int[Tensor, "*batch"]
+) -> Int[Tensor, "*batch"]:
+    """After each of the target's final `states`, the likeliest token that is not the one in `tokens`."""
+    scores = target.logits(states.to(target.head))
+    scores = scores.scatter(-1, tokens[..., None].to(scores.device), float("-inf"))
+    return scores.argmax(dim=-1).to(tokens.device)
 
 
 def similar_lengths(answers: Sequence[Completion], batch_size: int) -> Iterator[list[int]]:

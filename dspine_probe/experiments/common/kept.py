@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from dspine_probe.drafts.checkpoint import fingerprint
 from dspine_probe.errors import UsageError
 from dspine_probe.files import write_atomically
+from dspine_probe.target import Target
+from dspine_probe.training.features import FeatureStore
+from dspine_probe.training.optimization import TrainConfig
+from dspine_probe.training.run import DraftPlan
 
 _HASH_LENGTH = 16
 
@@ -35,6 +41,13 @@ def note_or_refuse(path: Path, wanted: Mapping[str, Any], *, begun: bool) -> Non
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, lambda to: to.write_text(json.dumps(now, indent=1) + "\n", encoding="utf-8"))
+
+
+def training_depends(draft: DraftPlan, training: TrainConfig, target: Target, store: FeatureStore) -> dict[str, Any]:
+    """Everything that the numbers of a training run depend on; how often it saves and logs changes none of them."""
+    settings = {name: value for name, value in asdict(training).items() if name not in ("save_every", "log_every")}
+    made_on = {"features": store.fingerprint, "target": fingerprint(target.embedding)}
+    return draft.settings() | settings | made_on
 
 
 def refuse_other(place: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:

@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
-from html import escape
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -28,6 +27,7 @@ import pandas as pd
 
 from dspine_probe.errors import ProbeError, UsageError
 from dspine_probe.experiments.common.claims import Claim
+from dspine_probe.experiments.common.markup import folded, listed
 from dspine_probe.experiments.common.records import read_record, write_record
 from dspine_probe.files import write_atomically
 
@@ -96,10 +96,8 @@ class Result:
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
         """The findings, over the folded table in a notebook; figures are made from a result, not by it."""
-        items = "".join(f"<li>{escape(sentence)}</li>" for sentence in self.findings())
-        table = self.table.to_html(index=False, border=0, float_format=lambda x: f"{x:.4g}", na_rep="–")
-        folded = f"<details><summary>Table: {len(self.table)} rows</summary>{table}</details>"
-        return {"text/plain": str(self), "text/html": f"<ul>{items}</ul>{folded}"}
+        table = folded(self.table, f"Table: {len(self.table)} rows")
+        return {"text/plain": str(self), "text/html": f"{listed(self.findings())}{table}"}
 
     def claims(self) -> list[Claim]:
         """Lines of the claims ledger that this result gives; none by default."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dspine_probe.errors import ProbeError, UsageError
+from dspine_probe.experiments.common.answers import second_choices
 from dspine_probe.files import data_dir
 from dspine_probe.target import Target
 from dspine_probe.training.corpus import TOKENS
@@ -133,9 +134,7 @@ def replacement_tokens(
     found = {}
     for kind in kinds:
         if kind == RANK_2:
-            before = answer.final[start - 1 : -1].to(target.device, target.dtype)
-            others = target.logits(before).scatter(1, own.to(target.device)[:, None], float("-inf"))
-            replaced = others.argmax(-1).cpu()
+            replaced = second_choices(target, answer.final[start - 1 : -1], own)
         elif kind == FREQUENCY:
             if bands is None:
                 raise UsageError("the kind 'frequency' needs counts of tokens; pass `counts` or leave it out.")

@@ -98,25 +98,24 @@ class CorruptionResult(Result):
         verdict = ClaimVerdict(*(together({name: words[part] for name, words in each.items()}) for part in range(3)))
         losses = []
         for name, seeds in families.items():
-            loss = points(over_seeds([Measurement.of(self.cost(seed).iloc[0]) for seed in seeds]).estimate)
             by_seed = ", ".join(f"{100 * self.cost(seed).iloc[0]['mean']:+.1f}" for seed in seeds)
-            losses.append(f"{name} {loss}" + f" over {len(seeds)} seeds ({by_seed})" * (len(seeds) > 1))
+            over = f" over {len(seeds)} seeds ({by_seed})" * (len(seeds) > 1)
+            losses.append(f"{name} {points(self._change(seeds).estimate)}{over}")
         here = f"{'; '.join(losses)}, n = {self.data['answers']} prompts"
         text = f"second reading, slot 1 after a rank-2 anchor, protocol A: {here}"
         return [Claim.on("P1", here=text, controls=list(self._controls()), verdict=verdict, command=COMMAND)]
 
     def _verdict(self, seeds: list[str]) -> ClaimVerdict:
         """Protocol A on drafts that are seeds of one another: the loss, and the loss beyond that of earlier places."""
-        by_seed = [self.headline(seed, A, kind=RANK_2, metric="change").set_index("site") for seed in seeds]
-        places = [site for site in by_seed[0].index if all(site in rows.index for rows in by_seed)]
-
-        def joined(site: str) -> Measurement:
-            return over_seeds([Measurement.of(rows.loc[[site]].iloc[0]) for rows in by_seed])
-
-        gaps = [judge(-joined(site), SMALLEST_GAP) for site in places if site.startswith(PREDECESSOR + MINUS)]
-        loss, said = joined(PREDECESSOR), published("P1")
-        specific = worst(gaps) if gaps else NOT_MEASURED
+        sites = [set(self.headline(seed, A, kind=RANK_2, metric="change")["site"]) for seed in seeds]
+        gaps = [site for site in set.intersection(*sites) if site.startswith(PREDECESSOR + MINUS)]
+        specific = worst(judge(-self._change(seeds, gap), SMALLEST_GAP) for gap in gaps) if gaps else NOT_MEASURED
+        loss, said = self._change(seeds), published("P1")
         return ClaimVerdict(judge(-loss, said.smallest), specific, compare(loss, said.number))
+
+    def _change(self, seeds: list[str], site: str = PREDECESSOR) -> Measurement:
+        """The change in accuracy after a rank-2 token at a place, over seeds."""
+        return over_seeds([Measurement.of(self.cost(seed, site=site).iloc[0]) for seed in seeds])
 
     # ---- sentences
 

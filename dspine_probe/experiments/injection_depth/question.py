@@ -8,6 +8,7 @@ from torch import Tensor
 from transformer_lens.utilities.statistics import derive_generator
 
 from dspine_probe.drafts import Draft
+from dspine_probe.experiments.common.answers import second_choices
 from dspine_probe.experiments.injection_depth.arms import ArmModule
 from dspine_probe.experiments.injection_depth.blocks import FIRST_SLOT, BlockPass, every_slot, one_slot
 from dspine_probe.experiments.injection_depth.store import InjectorSet
@@ -45,9 +46,7 @@ class Question:
         )
         # The state that predicts slot k stands at k − 1 of `teacher`; a predecessor's is that of slot t − 1.
         states = batch.teacher[self.where.blocks, self.where.slots - 2]
-        scores = target.logits(states.to(target.head))
-        scores = scores.scatter(1, self.true[:, None].to(scores.device), float("-inf"))
-        self.second = scores.argmax(dim=-1).to(self.true.device)
+        self.second = second_choices(target, states, self.true)
 
     def floor(self) -> SiteScores:
         """Where the draft is right without injection."""

@@ -8,7 +8,7 @@ once finished. What a run depends on is noted beside it; another use of the fold
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from dspine_probe.drafts.checkpoint import fingerprint
 from dspine_probe.errors import UsageError
-from dspine_probe.experiments.common.kept import note_or_refuse
+from dspine_probe.experiments.common.kept import note_or_refuse, training_depends
 from dspine_probe.experiments.injection_depth.injectors import Codes
 from dspine_probe.experiments.joint_injection.objective import JointArm, JointObjective
 from dspine_probe.files import write_atomically
@@ -59,7 +58,7 @@ def train_joint(
     train_on, _ = split(store.meta.ids)
     for arm in arms:
         place = folder / arm.name
-        config = TrainConfig(**{**asdict(plan.training), "seed": arm.seed})
+        config = replace(plan.training, seed=arm.seed)
         note_or_refuse(place / DEPENDS, _depends(arm, plan, target, store), begun=(place / STATE).is_file())
         if (place / WEIGHTS).is_file():
             continue
@@ -79,7 +78,7 @@ def load_joint(arm: JointArm, plan: JointPlan, target: Target, store: FeatureSto
     """
     place = folder / arm.name
     if not (place / WEIGHTS).is_file():
-        raise UsageError(f"{place} holds no finished arm; name --features to train it.")
+        raise UsageError(f"{place} holds no finished arm; leave out --no-train to train it.")
     note_or_refuse(place / DEPENDS, _depends(arm, plan, target, store), begun=True)
     objective = _untrained(arm, plan, target, store, split(store.meta.ids)[0])
     missing, unexpected = objective.load_state_dict(load_file(place / WEIGHTS), strict=False)
@@ -102,11 +101,5 @@ def _untrained(
 
 
 def _depends(arm: JointArm, plan: JointPlan, target: Target, store: FeatureStore) -> dict[str, Any]:
-    free = ("save_every", "log_every", "seed")
-    training = {name: value for name, value in asdict(plan.training).items() if name not in free}
-    return (
-        plan.draft.settings()
-        | training
-        | asdict(arm)
-        | {"injector_rate": plan.injector_rate, "features": store.fingerprint, "target": fingerprint(target.embedding)}
-    )
+    shared = training_depends(plan.draft, replace(plan.training, seed=arm.seed), target, store)
+    return shared | asdict(arm) | {"injector_rate": plan.injector_rate}

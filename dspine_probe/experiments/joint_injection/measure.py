@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from dspine_probe.errors import UsageError
-from dspine_probe.experiments.common.intervals import Estimate, draw_counts, estimate, ratio_samples
+from dspine_probe.experiments.common.answers import second_choices
+from dspine_probe.experiments.common.intervals import Draws, Scores, difference, macro, per_slot, set_weights
 from dspine_probe.experiments.common.request import Request, option
 from dspine_probe.experiments.common.rows import RowBuilder
 from dspine_probe.experiments.injection_depth.injectors import NOISE, TRANSFER
@@ -41,13 +42,14 @@ from dspine_probe.experiments.joint_injection.table import (
 )
 from dspine_probe.precision import Precision
 from dspine_probe.target import Target
-from dspine_probe.training.anchors import Batch, make_batch, valid_anchors
+from dspine_probe.training.anchors import Batch, make_batch
 from dspine_probe.training.features import FeatureStore
 from dspine_probe.training.optimization import TrainConfig
-from dspine_probe.training.validation import split
+from dspine_probe.training.validation import held_out_anchors, split
 
+SHALLOW = 1
+"""The shallow depth of the contrast."""
 _PER_SEQUENCE = 16
-Scores = Float[Tensor, "block draft_slot"]
 
 
 @dataclass(frozen=True)
@@ -73,10 +75,6 @@ def arms_of(options: JointOptions) -> list[JointArm]:
     kinds += [(depth, ONE_SLOT, TRANSFER) for depth in ends if options.one_slot]
     kinds += [(depth, ALL_SLOTS, NOISE) for depth in ends if options.noise]
     return [JointArm(*kind, seed) for seed in range(options.seeds) for kind in kinds]
-
-
-SHALLOW = 1
-"""The shallow depth of the contrast."""
 
 
 def run(request: Request, options: JointOptions) -> JointInjectionResult:
@@ -121,12 +119,12 @@ def measure(
     batches = held_out_blocks(store, plan.draft.block_size)
     group = torch.cat([torch.full((len(b.tokens),), i) for i, b in enumerate(batches)])
     found = {arm: _read(load(), batches, target, seed) for arm, load in arms.items()}
-    average = GroupMeans(group, seed)
+    draws = sequence_draws(group, seed=seed)
     rows = RowBuilder(FACTORS)
     for arm, by_given in found.items():
         for given, scores in by_given.items():
-            _add(rows, average, arm, given, scores)
-    _contrasts(rows, average, {arm: by_given[_own(arm)] for arm, by_given in found.items()})
+            _add(rows, draws, arm, given, scores)
+    _contrasts(rows, draws, {arm: by_given[_own(arm)] for arm, by_given in found.items()})
     return JointInjectionResult(
         rows.table(),
         config={"plan": asdict(plan), "seed": seed, "anchors_per_sequence": _PER_SEQUENCE},
@@ -141,10 +139,8 @@ def held_out_blocks(store: FeatureStore, block_size: int) -> list[Batch]:
     batches = []
     for index in split(store.meta.ids)[1]:
         sequence = store[index]
-        anchors = valid_anchors(sequence)[: 1 - block_size]
-        anchors = anchors[:: max(1, len(anchors) // _PER_SEQUENCE)][:_PER_SEQUENCE]
-        if len(anchors):
-            count = len(anchors)
+        anchors = held_out_anchors(sequence, block_size - 1, _PER_SEQUENCE)
+        if count := len(anchors):
             batches.append(
                 make_batch([sequence], [anchors], block_size=block_size, gamma=1.0, anchors_per_sequence=count)
             )
@@ -153,19 +149,10 @@ def held_out_blocks(store: FeatureStore, block_size: int) -> list[Batch]:
     return batches
 
 
-class GroupMeans:
-    """Means over blocks with intervals that resample whole sequences; the same draws for everything it is given."""
-
-    def __init__(self, group: Int[Tensor, "block"], seed: int) -> None:
-        self.group, self.count = group, int(group.max()) + 1
-        self.draws = draw_counts(self.count, generator=torch.Generator().manual_seed(seed))
-
-    def of(self, scores: Scores) -> Estimate:
-        """The mean over slots of each slot's mean over blocks."""
-        sums = torch.zeros(self.count, scores.shape[1], dtype=torch.float64).index_add_(0, self.group, scores.double())
-        sizes = torch.bincount(self.group, minlength=self.count).double()[:, None]
-        once = ratio_samples(sums, sizes, torch.ones(1, self.count, dtype=torch.float64))[0].mean()
-        return estimate(once, ratio_samples(sums, sizes, self.draws).mean(dim=-1))
+def sequence_draws(group: Int[Tensor, "block"], *, seed: int) -> Draws:
+    """Draws that resample whole sequences, of which block i belongs to number `group[i]`."""
+    count = int(group.max()) + 1
+    return Draws(group, torch.zeros_like(group), (HELD_OUT,), set_weights([HELD_OUT] * count, seed=seed))
 
 
 @torch.no_grad()
@@ -175,14 +162,15 @@ def _read(module: JointObjective, batches: Sequence[Batch], target: Target, seed
     found: dict[str, list[Tensor]] = {}
     for batch in batches:
         batch = batch.to(target.device, torch.float32)
-        guess = _chosen(module, batch, None)
         received = {_own(module.arm): batch.tokens}
         if module.arm.depth is not None and module.arm.code == TRANSFER:
-            received |= {WRONG: _second_choice(batch, target), GUESS: guess, NOISE: batch.tokens}
+            second = second_choices(target, batch.teacher, batch.tokens[:, 1:])
+            wrong = torch.cat([batch.tokens[:, :1], second], dim=1)
+            received |= {WRONG: wrong, GUESS: _chosen(module, batch, None), NOISE: batch.tokens}
         for given, tokens in received.items():
             code = NOISE if given == NOISE else TRANSFER
             chosen = _chosen(module, batch, module.message(code, tokens, generator))
-            found.setdefault(given, []).append(_right(chosen, batch).cpu())
+            found.setdefault(given, []).append((chosen == batch.tokens)[:, 1:].double().cpu())
     return {given: torch.cat(parts) for given, parts in found.items()}
 
 
@@ -192,46 +180,36 @@ def _chosen(module: JointObjective, batch: Batch, message: Tensor | None) -> Int
     return torch.cat([batch.tokens[:, :1], module.draft.to_tokens(scores.argmax(dim=-1))], dim=1)
 
 
-def _right(chosen: Int[Tensor, "block slot"], batch: Batch) -> Bool[Tensor, "block draft_slot"]:
-    return chosen[:, 1:] == batch.tokens[:, 1:]
-
-
-def _second_choice(batch: Batch, target: Target) -> Int[Tensor, "block slot"]:
-    """The target's likeliest token at every slot that is not the one that stands there."""
-    scores = target.logits(batch.teacher.to(target.head))
-    scores = scores.scatter(-1, batch.tokens[:, 1:, None], float("-inf"))
-    return torch.cat([batch.tokens[:, :1], scores.argmax(dim=-1)], dim=1)
-
-
 def _own(arm: JointArm) -> str:
     """What an arm was trained to receive."""
     return NOISE if arm.code == NOISE else TRUE
 
 
-def _add(rows: RowBuilder, average: GroupMeans, arm: JointArm, given: str, scores: Scores) -> None:
-    told = scores[:, FIRST_SLOT - 1 :]
-    last = scores.shape[1]
+def _add(rows: RowBuilder, draws: Draws, arm: JointArm, given: str, scores: Scores) -> None:
+    slots = range(1, scores.shape[1] + 1)
     about: dict[str, Any] = {"draft": DRAFT, "depth": arm.depth, "metric": ACCURACY, "set": HELD_OUT, "n": len(scores)}
     factors: dict[str, Any] = {"sites": arm.sites, "code": arm.code, "given": given, "seed": arm.seed}
-    rows.add(average.of(told), slot=f"{FIRST_SLOT}-{last}", **about, **factors)
-    for slot in range(1, last + 1):
-        rows.add(average.of(scores[:, slot - 1 : slot]), slot=slot, **about, **factors)
+    receiving = macro(scores, draws, slots[FIRST_SLOT - 1 :])
+    rows.add(receiving, slot=f"{FIRST_SLOT}-{slots[-1]}", **about, **factors)
+    each = per_slot(scores, draws)
+    for slot in slots:
+        rows.add(each.at(slot - 1), slot=slot, **about, **factors)
 
 
-def _contrasts(rows: RowBuilder, average: GroupMeans, own: Mapping[JointArm, Scores]) -> None:
+def _contrasts(rows: RowBuilder, draws: Draws, own: Mapping[JointArm, Scores]) -> None:
     """Shallow minus late in every reading; that over the same with noise; and what all slots gain over one alone."""
     late = max((arm.depth for arm in own if arm.depth is not None), default=SHALLOW)
     differences: dict[tuple[str, str, int], Scores] = {}
     for sites, code, seed in itertools.product((ALL_SLOTS, ONE_SLOT), (TRANSFER, NOISE), {a.seed for a in own}):
         pair = [own.get(JointArm(depth, sites, code, seed)) for depth in (SHALLOW, late)]
         if pair[0] is not None and pair[1] is not None:
-            differences[sites, code, seed] = (pair[0].double() - pair[1].double())[:, FIRST_SLOT - 1 :]
+            differences[sites, code, seed] = (pair[0] - pair[1])[:, FIRST_SLOT - 1 :]
     for (sites, code, seed), scores in differences.items():
         slots = f"{FIRST_SLOT}-{scores.shape[1] + 1}"
         about: dict[str, Any] = {"draft": DRAFT, "set": HELD_OUT, "n": len(scores), "slot": slots}
         about |= {"sites": sites, "code": code, "given": NOISE if code == NOISE else TRUE, "seed": seed}
-        rows.add(average.of(scores), metric=CONTRAST, **about)
+        rows.add(macro(scores, draws), metric=CONTRAST, **about)
         against = {OVER_NOISE: (sites, NOISE, seed), HISTORY: (ONE_SLOT, code, seed)}
         for metric, other in against.items():
             if sites == ALL_SLOTS and code == TRANSFER and other in differences:
-                rows.add(average.of(scores - differences[other]), metric=metric, **about)
+                rows.add(difference(scores, differences[other], draws), metric=metric, **about)

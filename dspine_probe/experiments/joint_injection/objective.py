@@ -18,14 +18,13 @@ from dspine_probe.drafts import Draft
 from dspine_probe.drafts.block import BlockInputs
 from dspine_probe.drafts.layers import BlockBias
 from dspine_probe.errors import UsageError
+from dspine_probe.experiments.injection_depth.blocks import FIRST_SLOT
 from dspine_probe.experiments.injection_depth.injectors import NOISE, TRANSFER, CodeInjector, Codes
 from dspine_probe.training.anchors import Batch
 from dspine_probe.training.losses import head_loss
 from dspine_probe.training.objectives.base import Objective, Progress, StepLoss, step_loss, supervised
 
 ALL_SLOTS, ONE_SLOT = "all slots", "one slot"
-FIRST_SLOT = 2
-"""The first slot whose predecessor is drafted; slot 1 follows the anchor, which every draft sees."""
 
 
 @dataclass(frozen=True)

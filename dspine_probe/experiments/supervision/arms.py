@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dspine_probe.drafts.checkpoint import fingerprint, load_draft
+from dspine_probe.drafts.checkpoint import load_draft
 from dspine_probe.errors import UsageError
-from dspine_probe.experiments.common.kept import note_or_refuse, refuse_other
+from dspine_probe.experiments.common.kept import note_or_refuse, refuse_other, training_depends
 from dspine_probe.experiments.supervision.runs import ArmRun
 from dspine_probe.files import write_atomically
 from dspine_probe.target import Target
@@ -28,8 +28,6 @@ from dspine_probe.training.validation import split, validate
 
 RATES, DEPENDS = "rates.json", "depends.json"
 TUNING = "tuning"
-_FREE = ("save_every", "log_every")
-"""Settings that change no number of a finished run."""
 
 
 @dataclass(frozen=True)
@@ -181,8 +179,7 @@ class _ArmTrainer:
     def _depends(self, arm: str, training: TrainConfig) -> dict[str, Any]:
         """Everything that the numbers of a run depend on."""
         draft = replace(self.plan.draft, supervision=self.plan.arms[arm].supervision)
-        settings = draft.settings() | {k: v for k, v in asdict(training).items() if k not in _FREE}
-        return settings | {"features": self.store.fingerprint, "target": fingerprint(self.target.embedding)}
+        return training_depends(draft, training, self.target, self.store)
 
 
 def _run_name(arm: str, seed: int | str) -> str:

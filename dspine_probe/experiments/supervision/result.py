@@ -14,6 +14,7 @@ import pandas as pd
 from dspine_probe.experiments.common.claims import Claim, published
 from dspine_probe.experiments.common.schema import MEAN, Result
 from dspine_probe.experiments.common.verdicts import (
+    NOT_MEASURED,
     ClaimVerdict,
     Measurement,
     compare,
@@ -115,9 +116,6 @@ class SupervisionResult(Result):
         here = f"{'; '.join(parts)}; {self._setting()}"
         return [Claim.on("P3", here=here, controls=self._controls(), verdict=self.verdict(), command=COMMAND)]
 
-    def _gain(self, arm: str, seed: str = ALL) -> str:
-        return number(self.length(over_base(arm), seed), 3, signed=True)
-
     def _setting(self) -> str:
         training = next(iter(self.drafts[BASE].values()))["training"]
         seeds = len(self.seeds(COSINE)) if COSINE in self.drafts else len(self.drafts[BASE])
@@ -153,7 +151,8 @@ class SupervisionResult(Result):
         yield "learning rate chosen for each arm", *self._rates()
         for arm in dict.fromkeys((*self.drafts, *variant_arms())):
             if arm not in _COMPARED:
-                outcome = f"{self._gain(arm)}, one seed" if arm in self.drafts else "not measured"
+                gain = number(self.length(over_base(arm)), 3, signed=True) if arm in self.drafts else None
+                outcome = NOT_MEASURED if gain is None else f"{gain}, one seed"
                 yield f"{arm} in its place", outcome, None
         ranks = (f"{arm} {_listed(self.by_layer(arm, 'effective_rank'), '.0f')}" for arm in (TOKEN_CE, BASE))
         yield "crowding out (effective rank by layer)", "; ".join(ranks), None
