@@ -61,12 +61,13 @@ def test_a_shown_token_is_embedded_as_the_anchor_is() -> None:
     assert torch.equal(rows, draft.embedding[torch.tensor([9, 4, draft.config.mask_token_id, 9])])
 
 
-def test_prefixes_are_uniform_and_take_the_weight_of_what_they_show() -> None:
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_prefixes_are_uniform_and_take_the_weight_of_what_they_show(share: float) -> None:
     sequences, plain = batch_of([[3, 6, 8], [4]], [20, 20])
     counts = torch.zeros(SLOTS)
     generator = seeded(4)
     for _ in range(300):
-        batch = show_prefixes(plain, generator)
+        batch = show_prefixes(plain, share, generator)
         assert batch.visible is not None
         seen = batch.visible >= 0
         assert torch.equal(seen, seen.long().cumprod(1).bool()), "a prefix"
@@ -74,7 +75,8 @@ def test_prefixes_are_uniform_and_take_the_weight_of_what_they_show() -> None:
         assert torch.equal(batch.weight, plain.weight * ~seen)
         counts += torch.bincount(seen.sum(1), minlength=SLOTS)
     assert len(counts) == SLOTS, "the last slot is always drafted"
-    assert (counts / counts.sum() - 1 / SLOTS).abs().max() < 0.04
+    expected = torch.tensor([1 - share + share / SLOTS] + [share / SLOTS] * (SLOTS - 1))
+    assert (counts / counts.sum() - expected).abs().max() < 0.04
 
 
 def test_a_shown_token_outside_the_drafts_vocabulary_does_not_end_supervision() -> None:
@@ -113,7 +115,7 @@ def test_objectives_see_the_prefix_and_leave_shown_slots_alone(kind: str) -> Non
 
 
 def test_a_prefix_run_draws_the_same_anchors_and_resumes_to_the_bit(tmp_path: Path) -> None:
-    config = dataclasses.replace(CONFIG, visible_prefix=True)
+    config = dataclasses.replace(CONFIG, visible_prefix=0.5)
     store, whole, killed, resumed, plain = toy_store(), *(toy_draft("dflash") for _ in range(4))
     train(whole, store, config, tmp_path / "whole")
     train(killed, store, config, tmp_path / "cut", stop_after=7)
@@ -132,7 +134,7 @@ def test_training_goes_on_from_a_checkpoint_and_says_from_which(architecture: st
     store, start = tiny_store(), tmp_path / "begun"
     save_draft(tiny_draft(target, architecture, trimmed=40), start)
     kind = "dspine" if architecture == DSPINE else "dflash"
-    config = dataclasses.replace(CONFIG, blocks=6, lr=0.0, visible_prefix=True)
+    config = dataclasses.replace(CONFIG, blocks=6, lr=0.0, visible_prefix=0.5)
     run = tmp_path / "run", tmp_path / "out"
     train_draft(DraftPlan(kind, init=str(start)), target, store, config, *run)
     before, after = (load_draft(folder, target) for folder in (start, run[1]))
@@ -140,7 +142,7 @@ def test_training_goes_on_from_a_checkpoint_and_says_from_which(architecture: st
     assert all(torch.equal(v, after.state_dict()[name]) for name, v in before.state_dict().items())
     card = (run[1] / "README.md").read_text()
     assert "| init | begun, sha256 of the weights " in card
-    assert "| visible_prefix | True |" in card
+    assert "| visible_prefix | 0.5 |" in card
     assert "| block_size | 5 |" in card
     assert str(tmp_path) not in card
     with pytest.raises(UsageError, match="another plan"):

@@ -81,8 +81,8 @@ def train(
         str | None, typer.Option(help="Go on from this checkpoint, a folder or a shipped draft's name.")
     ] = None,
     visible_prefix: Annotated[
-        bool, typer.Option(help="Show the gold tokens of a random prefix of every block.")
-    ] = False,
+        float, typer.Option(help="Share of blocks that show the gold tokens of a random prefix.", min=0, max=1)
+    ] = 0.0,
     causal: Annotated[bool, typer.Option(help="A slot sees only earlier slots; dspine always does.")] = False,
     supervision: Annotated[
         str,

@@ -102,13 +102,14 @@ def make_batch(
     )
 
 
-def show_prefixes(batch: Batch, generator: torch.Generator) -> Batch:
-    """The batch with a random prefix of every block shown: m uniform in 0…T − 1, slots 1…m show their own label.
+def show_prefixes(batch: Batch, share: float, generator: torch.Generator) -> Batch:
+    """The batch with a random prefix shown in a `share` of its blocks: m is uniform in 0…T − 1.
 
-    Slots that show it carry no weight; the others keep the weight they had.
+    Slots 1…m show their own label and carry no weight; the others keep the weight they had.
     """
     blocks, slots = batch.weight.shape
-    shown = torch.randint(0, slots, (blocks, 1), generator=generator) > torch.arange(slots)
+    length = torch.randint(0, slots, (blocks, 1), generator=generator)
+    shown = (length > torch.arange(slots)) & (torch.rand(blocks, 1, generator=generator) < share)
     visible = torch.where(shown, batch.tokens[:, 1:], -1)
     return replace(batch, visible=visible, weight=batch.weight * ~shown)
 

@@ -65,4 +65,5 @@ class StepBatches:
         batch = make_batch(
             sequences, anchors, block_size=self.block_size, gamma=config.gamma, anchors_per_sequence=config.anchors
         )
-        return show_prefixes(batch, generator) if config.visible_prefix else batch
+        share = config.visible_prefix
+        return show_prefixes(batch, share, generator) if share else batch

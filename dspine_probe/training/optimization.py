@@ -29,7 +29,8 @@ class TrainConfig:
     at `blocks`. Replacement (DSpine) holds for the first of `replacement_blocks` and is gone at the second; alignment
     reaches its strength over `alignment_warmup_blocks`.
 
-    With `visible_prefix`, every block shows the gold tokens of a random prefix and is trained on the slots behind it.
+    `visible_prefix` is the share of blocks that show the gold tokens of a random prefix and are trained on the slots
+    behind it.
     """
 
     blocks: int
@@ -45,7 +46,7 @@ class TrainConfig:
     save_every: int = 200
     log_every: int = 10
     mixed_precision: str = "bf16"
-    visible_prefix: bool = False
+    visible_prefix: float = 0.0
     schedule: str = COSINE
     warmup_blocks: int = 12_800
     replacement_blocks: tuple[int, int] = (53_000, 107_000)
@@ -60,6 +61,8 @@ class TrainConfig:
             raise UsageError(f"schedule {self.schedule!r} is unknown; use {COSINE} or {WSD}.")
         if self.schedule == COSINE and (self.keep_states or self.decay_from is not None):
             raise UsageError(f"states are kept and decayed under the schedule {WSD} alone; give --schedule {WSD}.")
+        if not 0 <= self.visible_prefix <= 1:
+            raise UsageError(f"visible_prefix is {self.visible_prefix}; give the share of blocks, 0…1.")
         hold, end = self.replacement_blocks
         if not 0 <= hold <= end:
             raise UsageError(f"replacement_blocks are {hold} and {end}; it must end no earlier than it fades.")
